@@ -1,4 +1,4 @@
-"""The codes of dtypes in fingerprints and messages, by torch's own objects."""
+"""The codes of dtypes in fingerprints and messages, by torch.dtype."""
 
 from __future__ import annotations
 

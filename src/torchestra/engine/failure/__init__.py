@@ -1,1 +1,1 @@
-"""Failures: deadlines, the liveness of peers, and what an abort says."""
+"""Failures: deadlines, the liveness of peers, and the texts of aborts."""

@@ -30,10 +30,10 @@ def abort_text(why: str, failed: tuple[int, ...], report: str, mismatch: bool = 
 def write_abort_text(
     arena: Arena, why: str, failed: tuple[int, ...], report: str, mismatch: bool = False
 ) -> bool:
-    """Write it, once a rank has claimed to; False if another rank writes, or has written.
+    """Write the text, once a rank has claimed to; return False if another rank writes it, or has.
 
-    That may be any rank, not only the one that has claimed to: finding out where all stand may take it long,
-    or it may die.
+    Any rank may write it, not only the one that has claimed to, which may take long to find out where all
+    stand, or die.
     """
     claim = arena.address + at.HEADER_ABORT_CLAIM
     if shared_words.compare_exchange(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
@@ -45,5 +45,5 @@ def write_abort_text(
 
 
 def _cut(text: str, whole: str) -> str:
-    """Return a tenth less of a text that may have been cut before."""
+    """Cut another tenth off a text that may have been cut before."""
     return f"{whole[: (len(text) - (len(_CUT) if text != whole else 0)) * 9 // 10]}{_CUT}"

@@ -20,13 +20,13 @@ _ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs i
 def hang_report(
     arena: Arena, peers: Peers | None, ranks: Iterable[int], dead: Collection[int], own: tuple[int, str]
 ) -> str:
-    """Return a line for each of the ranks: what it does or did last, for whom it waits, where its program is.
+    """Return a line for each of the ranks: its current or last call, whom it waits for, where its program is.
 
     Takes half a second if a rank does not answer, and longer on a busy host.
 
     Args:
-        peers: whom to ask for where a rank is and how it died, once they are known.
-        ranks: which to tell of.
+        peers: tells where a rank is and how it died; None while they are not known.
+        ranks: which to report on.
         dead: those that are known to have died.
         own: the rank that asks, and the line of its program.
     """
@@ -79,7 +79,7 @@ def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, st
         rank: shared_words.increment_and_wake(arena.address + arena.control(rank) + at.ASKED)
         for rank in silent
     }
-    # A step counts as long as it should take: where the host is busy, those who answer get longer, too.
+    # A step counts as long as it should take: where the host is busy, the ranks that answer get longer, too.
     for _ in Deadline(_ANSWER_SECONDS, _LOOK_SECONDS).polls(_LOOK_SECONDS):
         for rank in tuple(silent):
             block = arena.control(rank)

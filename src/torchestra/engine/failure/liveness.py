@@ -17,26 +17,26 @@ from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.system.forking import forget_in_children
 
-# struct pidfd_info of <linux/pidfd.h>, in its first version: what is asked for, cgroup, ids, the exit status.
+# struct pidfd_info of <linux/pidfd.h>, in its first version: the request mask, cgroup, ids, the exit status.
 _PIDFD_INFO = struct.Struct("=QQ11Ii")
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Peers(Protocol):
-    """Tells a context about the ranks of its group."""
+    """Tell a context about the ranks of its group."""
 
     def dead(self) -> tuple[int, ...]:
         """Return the ranks that have died."""
 
     def site(self, rank: int) -> str | None:
-        """Return where the program of a rank is, if that is seen here: ``is at file:line in function``."""
+        """Return where the program of a rank is, if that is visible here: ``is at file:line in function``."""
 
     def how(self, rank: int) -> str:
         """Return how a rank that is dead ended, as far as it can be known."""
 
     def close(self) -> None:
-        """Release what was opened to find out."""
+        """Release all resources that this holds."""
 
 
 def process_start(pid: int) -> int:
@@ -60,7 +60,7 @@ def describe_status(status: int) -> str:
 
 
 def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None:
-    """Return the wait status of a process that has ended and is not our child, if the system tells.
+    """Return the wait status of a process that has ended and is not our child, if the system reports it.
 
     While nobody has reaped it, /proc does; afterwards, since Linux 6.15, a pidfd opened before.
     """
@@ -93,16 +93,16 @@ def process_space() -> int:
 class _Handles:
     """Pidfds, by which the system tells how a process has ended: one for each, however many groups it is in.
 
-    They are had where they can be: nothing but the words of an error depends on them.
+    They are optional: nothing but the words of an error depends on them.
     """
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # by process: the descriptor, and by how many
+        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # by process: the descriptor, its users
         self._lock = threading.Lock()
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Leave, in a forked child, those of the parent, which may be at work on them."""
+        """Drop, in a forked child, those of the parent, which may be using them."""
         self._open = {}
         self._lock = threading.Lock()
 
@@ -126,7 +126,7 @@ class _Handles:
             return descriptor
 
     def give_back(self, process: tuple[int, int]) -> None:
-        """Somebody who has taken it needs it no more."""
+        """Give a pidfd back that :meth:`take` has returned."""
         with self._lock:
             if process not in self._open:
                 return  # a forked child's parent has taken it
@@ -198,7 +198,7 @@ class PeerProcesses:
         return rank in self._taken and process_start(pid) != started
 
     def _is_near(self, rank: int) -> bool:
-        """Return whether the numbers of its process mean the same here."""
+        """Return whether its process has the same number here."""
         return self._word(rank, at.PID_NAMESPACE) == self._space
 
     def _word(self, rank: int, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""The words of errors about ranks that called different operations, or would have worked past each other."""
+"""The texts of errors about ranks that called different operations, or with different thresholds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def differing_thresholds(arena: Arena, word: Word) -> str:
 
 
 def late_mismatch(arena: Arena, word: Word, describe: Callable[[int], str], site: str | None) -> str:
-    """Return what the ranks called that differs, after a kernel has returned LATE_MISMATCH.
+    """Return the differing calls of the ranks, after a kernel has returned LATE_MISMATCH.
 
     Args:
         describe: names a rank.
@@ -61,14 +61,14 @@ def _called(arena: Arena, rank: int, sequence: int) -> str:
 
 
 def tell_call(arena: Arena, rank: int, call: str) -> None:
-    """Let the others read what this rank called, once it has published the next step."""
+    """Publish what this rank called; the others read it once this rank has published its next step."""
     control = arena.control(rank)
     length = arena.set_text(control + at.CALLED, at.CALLED_BYTES, call)
     shared_words.store_ordered(arena.address + control + at.CALLED_LENGTH, length)
 
 
 def call_of(arena: Arena, rank: int) -> str:
-    """Return what another rank has told by :func:`tell_call`."""
+    """Return what another rank has published by :func:`tell_call`."""
     control = arena.control(rank)
     length = shared_words.load_acquire(arena.address + control + at.CALLED_LENGTH)
     return arena.text(control + at.CALLED, length)

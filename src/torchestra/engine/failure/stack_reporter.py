@@ -12,13 +12,13 @@ from torchestra.engine.recorder.callsites import call_site
 
 
 class StackReporter(threading.Thread):
-    """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.
+    """Answer peers that ask where this rank's program is: one sleeping thread per group and rank.
 
     It sleeps on the ASKED word and is woken only when a peer's wait has timed out.
 
     Args:
         arena, rank: whose words are asked.
-        program: the thread to tell of.
+        program: the thread to report on.
         is_closed: tells whether the rank has left the group, which ends this thread when it is next asked.
     """
 

@@ -1,4 +1,4 @@
-"""Membership agreement: the ranks that are left of a group decide who goes on, and nobody starts again.
+"""Membership agreement: the remaining ranks of a group decide which of them go on, without a restart.
 
 They share *registers*: ranks of one host in their arena (arena_registers.py), ranks of several hosts in the
 group's store (multihost/store_registers.py). What they agree on is a *ballot*, in epochs numbered from 1::
@@ -7,7 +7,7 @@ group's store (multihost/store_registers.py). What they agree on is a *ballot*, 
                                 │
                                 └──void──▶  OPEN(n + 1)
 
-A rank says that it comes, and then looks at the ballot again and again and does what can be done:
+A rank says that it comes, and then polls the ballot and takes every step that is possible:
 
 - *propose*, in an open epoch, when each rank has come, is gone (dead, or has left), or is excluded: the
   lowest of those that have come proposes them as the *survivors*;
@@ -15,29 +15,31 @@ A rank says that it comes, and then looks at the ballot again and again and does
 - *commit*: any survivor that sees all of them ready;
 - *void*: any rank that finds a survivor gone or excluded, and a survivor that gives up (deadline, Ctrl-C).
 
-A rank that lives and has neither come nor left nor been excluded is waited for: its program may be computing.
+The others wait for a rank that lives and has neither come nor left nor been excluded: its program may be
+computing.
 
 Invariants, which both kinds of registers keep.
 
 1. Each step is one compare-and-exchange of the epoch's register: of the steps that ranks attempt at the same
    state, one is taken, and the others learn so.
-2. Whoever reads PROPOSED(n) or COMMITTED(n) reads the survivors of epoch n with it, the same as everybody.
+2. A rank that reads PROPOSED(n) or COMMITTED(n) reads the survivors of epoch n with it, the same as all
+   others.
 3. COMMITTED is final: no step leaves it.
 4. A rank says that it is ready for epoch n only after it has entered the group that epoch n proposes.
 
-Agreement (no split brain). One epoch at most is committed (1, 3), and everybody reads the same survivors of
-it (2). A rank gets a new group only if that epoch names it; one that the epoch does not name gets an error,
-and so does one that gave up, whose void came before any commit, or else failed and showed it the commit. None
-of this depends on what ranks believe of who lives: a wrong belief could only void an epoch.
+Agreement (no split brain). At most one epoch is committed (1, 3), and all ranks read the same survivors of it
+(2). A rank gets a new group only if that epoch names it; one that the epoch does not name gets an error, and
+so does one that gave up, whose void came before any commit, or else failed and showed it the commit. None of
+this depends on which ranks the others believe to live: a wrong belief could only void an epoch.
 
-Validity. Whoever is committed has come, was ready, and was excluded by nobody that came with it: an excluder
+Validity. Every committed rank has come, was ready, and was excluded by no rank that came with it: an excluder
 writes the exclusion before it says that it comes, and voids an epoch that names both before it enters.
 
 Termination. Let the last death have happened and be known, and let each live rank come, be excluded, or
-leave. From then on the lowest rank that has come misses nobody and proposes; any rank that looks voids an
-epoch that names a dead rank; the survivors of the epoch after it all get ready. A rank that lives and never
-comes is waited for until the deadline, and named then. Nothing is ever locked: a process that dies between
-any two steps leaves registers from which the others go on.
+leave. From then on the lowest rank that has come waits for no other and proposes; any rank that looks voids
+an epoch that names a dead rank; the survivors of the epoch after it all get ready. The others wait for a rank
+that lives and never comes until the deadline, and then name it. Nothing is ever locked: a process that dies
+between any two steps leaves registers from which the others go on.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Ballot(NamedTuple):
         epoch: from 1.
         state: how far it has come.
         proposer: of what is proposed or committed.
-        survivors: who shall go on, or does; empty while the epoch is open.
+        survivors: the ranks that shall go on, or do; empty while the epoch is open.
         key: secret bytes by which the survivors know each other; empty while it is open, or if not needed.
     """
 
@@ -98,25 +100,25 @@ class Registers(Protocol):
         """Say that this rank wants to go on."""
 
     def stop_coming(self) -> None:
-        """Take that back."""
+        """Withdraw :meth:`come`."""
 
     def get_ready(self, ballot: Ballot) -> None:
         """Say that this rank has entered the group that an epoch proposes."""
 
     def exclude(self, ranks: Iterable[int]) -> None:
-        """Have the group go on without these ranks, whether they live or not. To be called before coming."""
+        """Make the group go on without these ranks, whether they live or not. Must precede :meth:`come`."""
 
     def coming(self) -> set[int]:
         """Return the ranks that want to go on."""
 
     def excluded(self) -> dict[int, int]:
-        """Return the ranks that shall not go on, and who has said so."""
+        """Return the ranks that shall not go on, each with the rank that has said so."""
 
     def unready(self, ballot: Ballot) -> set[int]:
         """Return the survivors of a proposed epoch that have not entered the new group yet."""
 
     def propose(self, ballot: Ballot, survivors: Sequence[int], key: bytes) -> bool:
-        """Make an open epoch a proposed one; return whether this step was taken, as the next two do."""
+        """Make an open epoch a proposed one; like the next two, return whether this step was taken."""
 
     def commit(self, ballot: Ballot) -> bool:
         """Make a proposed epoch, whose survivors are all ready, final."""
@@ -126,16 +128,16 @@ class Registers(Protocol):
 
 
 class Entrance(Protocol):
-    """Finds out who is gone, and enters the group that an epoch proposes; waits for nobody."""
+    """Find out which ranks are gone, and enter the group that an epoch proposes; never block."""
 
     def gone(self) -> set[int]:
         """Return the ranks that have died or left, as far as is known here."""
 
     def offer(self, ballot: Ballot, survivors: Sequence[int]) -> bytes:
-        """Make what the new group starts with; return the key by which the others ask for it."""
+        """Make what the new group needs at its start; return the key by which the others ask for it."""
 
     def advance(self, ballot: Ballot) -> bool | None:
-        """Do what can be done to enter; return whether this rank has entered, None if it never can."""
+        """Take the possible steps to enter; return whether this rank has entered, None if it never can."""
 
     def awaited(self, ballot: Ballot) -> set[int]:
         """Return the ranks that may keep this one from entering."""
@@ -159,8 +161,8 @@ class MembershipAgreement:
         entrance: of the new group.
         group: the name of the old group, for messages.
         deadline: until when to wait for the others.
-        interval: of the looks.
-        describe: what messages call a rank.
+        interval: between two looks.
+        describe: names a rank in messages.
         report: tells where ranks are, in lines.
     """
 
@@ -205,7 +207,7 @@ class MembershipAgreement:
             raise
 
     def give_up(self) -> None:
-        """Leave without a group: void what waits for this rank, and leave what has come about without it."""
+        """Leave without a group: void the epoch that waits for this rank, and leave the new group, if any."""
         registers = self._registers
         try:
             with contextlib.suppress(DistError, OSError):  # the store may be gone
@@ -216,7 +218,7 @@ class MembershipAgreement:
             self._entrance.leave()
 
     def _step(self, ballot: Ballot) -> bool:
-        """Do what can be done in an epoch that is not final; return whether something was."""
+        """Take a step that is possible in an epoch that is not final; return whether one was taken."""
         registers = self._registers
         if ballot.epoch != self._epoch:
             self._entrance.leave()
@@ -280,7 +282,7 @@ class MembershipAgreement:
 
 
 def exclusion_error(ballot: Ballot, rank: int, excluder: str | None, group: str) -> RankExcludedError | None:
-    """Return the error that says so, if the others go on, or will, without this rank."""
+    """Return the error to raise if the others go on, or will, without this rank."""
     remedy = "this rank has no part in what the others do; end it, or start it anew"
     if ballot.state is State.COMMITTED and rank not in ballot.survivors:
         others = ", ".join(map(str, ballot.survivors))

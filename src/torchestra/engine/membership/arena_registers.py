@@ -1,13 +1,13 @@
 """The registers of a membership agreement, for ranks that share an arena.
 
-Whatever has died, the store's server included, the arena is still there. One of its words, the *decision*,
-holds the epoch, the state and the proposer, and changes by compare-and-exchange alone. Before it proposes, a
-rank writes the survivors, and the key under which it hands the new arena out, into its own block.
+The arena outlives any process, the store's server included. One of its words, the *decision*, holds the
+epoch, the state and the proposer, and changes by compare-and-exchange alone. Before it proposes, a rank
+writes the survivors, and the key under which it hands the new arena out, into its own block.
 
 Why the ballot's invariants hold (agreement.py). A proposal is written by its proposer only, before its epoch
-is proposed. Two lie side by side, by the epoch's parity. So whoever has read PROPOSED(n) or COMMITTED(n) with
-proposer p, then the proposal, and then finds the word unchanged, has read the proposal of epoch n: p writes
-over it only for epoch n + 2, which it begins only after having seen OPEN(n + 2).
+is proposed. Two lie side by side, by the epoch's parity. So a rank that has read PROPOSED(n) or COMMITTED(n)
+with proposer p, then the proposal, and then finds the word unchanged, has read the proposal of epoch n: p
+writes over it only for epoch n + 2, which it begins only after having seen OPEN(n + 2).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ArenaRegisters(Registers):
             if state is State.OPEN:
                 return Ballot(word, epoch, state, proposer)
             survivors, key = self._proposal(proposer, epoch)
-            # An exchange, because what was read of the proposal must have been read before.
+            # An exchange, because the reads of the proposal must have happened before.
             if shared_words.compare_exchange(self._decision, word, word) == word:
                 return Ballot(word, epoch, state, proposer, survivors, key)
 
     def exclusion(self, group: str) -> RankExcludedError | None:
-        """Return the error that says so, if the others go on, or will, without this rank."""
+        """Return the error to raise if the others go on, or will, without this rank."""
         ballot = self.ballot()
         excluder = shared_words.load_acquire(self._word(self.rank, at.EXCLUDED)) - 1
         return exclusion_error(ballot, self.rank, f"rank {excluder}" if excluder >= 0 else None, group)

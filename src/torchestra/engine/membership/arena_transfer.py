@@ -1,12 +1,12 @@
-"""Pass the arena and the store that the proposer of a new group has made on to the other survivors.
+"""Pass on to the other survivors the arena and the store that the proposer of a new group has made.
 
-No store is needed for it, which may have died with a rank; the survivors know each other by a key of 32
-random bytes that stands in the old arena (arena_registers.py), where only ranks of the group can read it.
-Among processes, half of the key names an abstract Unix socket, and the other half is the token that both
-sides prove to know (fd_passing.py): everybody on the host can see the names of such sockets.
+This needs no existing store, which may have died with a rank; the survivors recognise each other by a key of
+32 random bytes in the old arena (arena_registers.py), where only ranks of the group can read it. Among
+processes, half of the key names an abstract Unix socket, and the other half is the token that both sides
+prove to know (fd_passing.py): every process on the host can see the names of such sockets.
 
-Nothing here waits long: a rank that waits calls :meth:`ArenaOffer.serve` or :meth:`ArenaRequest.answer` again
-and again.
+Nothing here waits long: a rank that waits calls :meth:`ArenaOffer.serve` or :meth:`ArenaRequest.answer`
+repeatedly.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ArenaTransfer:
 
     Attributes:
         arena: the memory that its ranks share.
-        store: the store that they share; whoever made the group serves it.
-        threads: where ranks are threads: by rank, the thread that it is; filled by the ranks as they enter.
+        store: the store that they share; the rank that made the group serves it.
+        threads: where ranks are threads, the thread of each rank; the ranks fill it as they enter.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ArenaTransfer:
         self.threads = threads
 
     def abandon(self) -> None:
-        """Give it up: the group has not come about."""
+        """Release both: the group was not made."""
         self.store.close()
 
 
@@ -53,7 +53,7 @@ class ArenaOffer(Protocol):
     """The proposer's side.
 
     Attributes:
-        key: what the others ask with.
+        key: the key with which the others ask.
         transfer: the proposer's own.
     """
 
@@ -61,24 +61,24 @@ class ArenaOffer(Protocol):
     transfer: ArenaTransfer
 
     def serve(self) -> None:
-        """Give to those who have asked."""
+        """Answer the ranks that have asked."""
 
     def close(self) -> None:
-        """Give to nobody any more."""
+        """Stop answering."""
 
 
 class ArenaRequest(Protocol):
-    """Another rank's side: of the rank that asks."""
+    """The side of a rank that asks."""
 
     def answer(self) -> ArenaTransfer | None:
-        """Return the transfer, if it has come; None: call again."""
+        """Return the transfer, or None if it has not come yet: call again then."""
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
 
 
 def make_offer(size: int, name: str, *, threads: bool) -> ArenaOffer:
-    """Make what the group ``name`` of ``size`` ranks starts with, and be ready to give it.
+    """Make the arena and store of the group ``name`` of ``size`` ranks, and be ready to give them.
 
     Raises:
         DistBackendError: there is no memory for it.
@@ -92,7 +92,7 @@ def make_request(key: bytes, rank: int, size: int, name: str, *, threads: bool) 
 
 
 def leave_store(store: Store) -> None:
-    """Close the store of a group that this rank leaves; let the others do first what they still have to."""
+    """Close the store of a group that this rank leaves; give the others a moment to finish first."""
     if isinstance(store, _ServedStore):
         store.see_off()
     store.close()
@@ -147,7 +147,7 @@ class _ServedStore(TCPStore):
 
 
 class _ProcessRequest:
-    """One process's way to another's offer."""
+    """One process's request for another's offer."""
 
     def __init__(self, key: bytes, rank: int, size: int, group: str) -> None:
         self._name, self._token = _halves(key)
@@ -164,7 +164,7 @@ class _ProcessRequest:
                 return None
             store = TCPStore(_store_of(self._name), 0, timeout=_CONNECT_SECONDS, secret=self._token)
         except DistNetworkError:
-            return None  # the proposer is gone, which is seen elsewhere, or has much to do
+            return None  # the proposer is gone, which the agreement notices, or is busy
         store.set_timeout(DEFAULT_STORE_TIMEOUT)
         return ArenaTransfer(self._arena, store)
 
@@ -175,7 +175,7 @@ class _ProcessRequest:
         try:
             descriptor = self._request.advance()
         except DistBackendError:
-            return None  # once the proposer is gone, its name may be anybody's
+            return None  # once the proposer is gone, any process may take its name
         if descriptor is None:
             return None
         self.close()
@@ -196,7 +196,7 @@ _offered: dict[bytes, ArenaTransfer] = {}
 
 
 class _ThreadOffer:
-    """A new arena for threads of this process, which are simply shown it."""
+    """A new arena for threads of this process, which share the object."""
 
     def __init__(self, size: int, group: str) -> None:
         self.key = _new_key()
@@ -213,7 +213,7 @@ class _ThreadOffer:
 
 
 class _ThreadRequest:
-    """A thread's way to another's offer."""
+    """A thread's request for another's offer."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

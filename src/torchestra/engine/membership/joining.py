@@ -1,14 +1,14 @@
-"""Have the ranks of a group share an arena: through a store, a socket, and a proof by attaching.
+"""Make the ranks of a group share an arena: through a store, a socket, and a proof by attaching.
 
 Rank 0 makes the arena and says in the store how to get it; the others fetch it. Rank 0 gives the descriptor
 to processes that prove themselves (fd_passing.py); threads of its own process look the arena up. Names do not
 decide which ranks share a host: a rank that cannot fetch the arena is on another one. Each rank makes one
 request to the store, so joining costs O(ranks) in all.
 
-Nobody waits for a rank that will not come. A process that has the descriptor takes its place in the arena,
-with a lock by which the others see that it lives (liveness.py), before it ends its connection to rank 0: if
-the connection ends before that, the process has died. And a rank that fails says why, at whichever step: rank
-0 under the key that the others read first, the others under one that rank 0 looks at while it waits. Rank 0
+No rank waits for one that will not come. A process that has the descriptor takes its place in the arena, with
+a lock by which the others see that it lives (liveness.py), before it ends its connection to rank 0: if the
+connection ends before that, the process has died. And a rank that fails says why, at whichever step: rank 0
+under the key that the others read first, the others under one that rank 0 looks at while it waits. Rank 0
 then aborts the group in the arena, where the ranks wait that have come. The keys::
 
     arena      "processes INVITATION", "threads TOKEN", or "failed WHY"
@@ -50,7 +50,7 @@ from torchestra.system.limits import check_free_descriptors, naming_limits
 
 _LIVENESS_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # how often rank 0 looks whether another rank has said that it has failed
-_DESCRIPTORS = 8  # what a rank needs for a moment to enter a group, with some to spare
+_DESCRIPTORS = 8  # what a rank needs briefly to enter a group, with some to spare
 _LATE = " did not come within "  # in what rank 0 says of ranks that are late
 
 
@@ -84,7 +84,7 @@ def join(
         rank, size, name: of the group.
         timeout_s: how long to wait for the others.
         threads: whether the ranks are threads of this process.
-        thread: the one that the rank's program runs in; default: the one that calls.
+        thread: the one that runs the rank's program; default: the calling one.
         group_ranks: the numbers of the ranks in the group, where these are only some of its ranks.
         has_died: returns whether a rank, alive before, has died on its way here.
 
@@ -124,7 +124,7 @@ def join(
 def refuse(store: Store, why: str) -> None:
     """Tell the ranks that enter the group of this store, or will, that it cannot be made.
 
-    For callers outside of the group. It does not disturb ranks that have all come already.
+    For callers outside of the group. It has no effect once all ranks have come.
     """
     # Rank 0 looks at the first while it waits; if it comes later, its invitation replaces the second.
     store.compare_set("failed", "", f"- {why}")
@@ -132,7 +132,7 @@ def refuse(store: Store, why: str) -> None:
 
 
 class _Entering:
-    """Enters an arena as one rank."""
+    """Enter an arena as one rank."""
 
     def __init__(
         self, rank: int, size: int, name: str, group_ranks: Sequence[int], program: threading.Thread
@@ -150,7 +150,7 @@ class _Entering:
             raise RankFailedError(f"rank {own}: group {self.name!r} cannot be used: {why}", (leader,))
 
     def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
-        """Take the rank's place, and let the others see so."""
+        """Take the rank's place, visibly to the others."""
         context = RankContext(arena, self.rank, self.name, spin_policy(self.size))
         context.group_ranks = self._group_ranks
         if threads is not None:
@@ -184,7 +184,7 @@ class _Trouble:
                 self._store.compare_set("failed", "", f"{self._rank} {why}")
 
     def look(self, context: RankContext, *, now: bool = False) -> None:
-        """On rank 0, now and then: abort the group if another rank has said that it has failed.
+        """On rank 0, called now and then: abort the group if another rank has said that it has failed.
 
         Raises:
             GroupAbortedError: one has.
@@ -366,7 +366,7 @@ def _lead(
                     next_look = now + _LIVENESS_SECONDS
             _first_barrier(context, deadline, look)
         except BaseException as error:
-            trouble.tell(error)  # before those who come later find nobody here
+            trouble.tell(error)  # before later ranks find no server here
             raise
 
 
@@ -380,7 +380,7 @@ def _look_around(
     ended = set(admission.ended())
     if has_died is not None:
         ended.update(filter(has_died, admission.waited_for))
-    lost = ended.intersection(_absent(context))  # not the other way round: who has entered may end both
+    lost = ended.intersection(_absent(context))  # not in the reverse order: ranks that have entered may end both
     trouble.look(context, now=bool(lost))
     if died := lost.union(context.peers.dead() if context.peers is not None else ()):
         names = ", ".join(map(context.describe, sorted(died)))

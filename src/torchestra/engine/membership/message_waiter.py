@@ -20,5 +20,5 @@ class MessageWaiter:
         return self._context.check(doing, blocked, deadline, suspect, alone=True)
 
     def abort(self, reason: str) -> None:
-        """A message was left halfway."""
+        """Abort the group, as a message was left halfway."""
         self._context.abort(reason)

@@ -1,9 +1,9 @@
 """One rank's context in an arena: the words that its kernels read, and the ends of its waits.
 
 A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED. Then
-:meth:`RankContext.finish` looks around, in Python: signals have been handled by then, so Ctrl-C gets through;
+:meth:`RankContext.finish` checks for failures, in Python: signals have been handled by then, so Ctrl-C works;
 a peer that has died or left, an abort by another rank or the deadline end the operation with an error that
-names the rank. Nobody can take back an operation that was left halfway, so a rank that leaves one aborts the
+names the rank. An operation that was left halfway cannot be undone, so a rank that leaves one aborts the
 group: it writes why into the arena's header, and every other rank raises that.
 
 A mismatch is different: the ranks find it when all have arrived and before anything was moved, so all raise
@@ -68,9 +68,9 @@ class RankContext:
     Attributes:
         group_ranks: by rank of the arena, the rank in the group, which messages and errors name. Differs
             where the arena holds only some ranks of a group.
-        when_aborted: called with what :meth:`abort` wrote, on the rank that did so.
-        host: where the ranks of the arena are, for messages; empty where the whole group is.
-        ask_elsewhere: where the ranks of other hosts stand, in lines.
+        when_aborted: called with the text that :meth:`abort` wrote, on the rank that wrote it.
+        host: where the ranks of the arena are, for messages; empty if the whole group is there.
+        ask_elsewhere: returns where the ranks of other hosts stand, in lines.
     """
 
     def __init__(self, arena: Arena, rank: int, name: str, policy: SpinPolicy) -> None:
@@ -122,19 +122,19 @@ class RankContext:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Write nothing into the arena any more, in a forked child, which is not the rank."""
+        """In a forked child, which is not the rank, write nothing into the arena any more."""
         self.closed = self._inherited = True
 
     @property
     def poll_interval_s(self) -> float:
-        """Return how long, in seconds, a wait sleeps before it lets Python look around."""
+        """Return how long, in seconds, a wait sleeps before it lets Python check for failures."""
         return float(self._poll_interval[0]) + float(self._poll_interval[1]) * 1e-9
 
     @poll_interval_s.setter
     def poll_interval_s(self, seconds: float) -> None:
         self._poll_interval[:] = divmod(round(seconds * 1e9), 1_000_000_000)
 
-    # -- what the engine above uses
+    # -- for the engine
 
     def word(self, offset: int) -> int:
         """Return a word of the private context."""
@@ -163,7 +163,7 @@ class RankContext:
         timeout_s: float,
         site: str | None,
     ) -> None:
-        """Bring an operation to its end whose kernel has not returned DONE.
+        """Complete an operation whose kernel has not returned DONE.
 
         Args:
             kernel, arguments: to call it again with; a plan and a count come first.
@@ -176,7 +176,7 @@ class RankContext:
         try:
             while code == at.PENDING:
                 if deadline.elapsed() > _RESTLESS_SECONDS:
-                    # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
+                    # After so long a wait a slower wake-up does not matter, and the wait should cost nothing.
                     self.set_word(at.SPINS, 0)
                     self.set_word(at.YIELDS, 0)
                 meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
@@ -197,7 +197,7 @@ class RankContext:
             self._raise_mismatch(meta, count, site, timeout_s)
 
     def note_failure(self) -> None:
-        """Mark the current operation as failed in the record, if it was not brought to its end."""
+        """Mark the current operation as failed in the record, if it has not ended."""
         if not self._inherited:
             recorder.fail_entry(self.address)
 
@@ -220,7 +220,7 @@ class RankContext:
 
         A rank that is gone may have done its part before it went. So the first call that finds the rank
         waited for gone, or any that has not arrived, only returns it, for the caller to look once more and
-        hand it in as ``suspect``. (Ranks that wait for a rank which waits for the dead one hear of it by
+        hand it in as ``suspect``. (Ranks that wait for a rank which waits for the dead one learn of it from
         the abort.)
 
         Args:
@@ -293,7 +293,7 @@ class RankContext:
         return self.group_ranks[self.rank]
 
     def be_on_host(self, host: str, group_size: int) -> None:
-        """Let messages and records tell that the group has more ranks, on other hosts."""
+        """Make messages and records say that the group has more ranks, on other hosts."""
         self.host = host
         length = self.arena.set_text(at.HEADER_HOST, at.HEADER_HOST_BYTES, host)
         self.arena.set_word(at.HEADER_HOST_LENGTH, length)
@@ -307,7 +307,7 @@ class RankContext:
         return f" on host {self.host}" if self.host else ""
 
     def to_group_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the numbers in the group of some ranks."""
+        """Return the numbers of some ranks in the group."""
         return tuple(self.group_ranks[rank] for rank in ranks)
 
     def _dead(self) -> tuple[int, ...]:
@@ -371,7 +371,7 @@ class RankContext:
             report = explain() if explain is not None else ""
         elif self._await_abort():
             return
-        # Who comes here second waits no longer for the first, which has died, or takes long to explain.
+        # A second rank here waits no longer for the first, which has died, or takes long to explain.
         written = write_abort_text(self.arena, why, failed, report, mismatch)
         if not written:
             if self._await_abort():
@@ -384,7 +384,7 @@ class RankContext:
             self.when_aborted(why, failed, report)
 
     def _await_abort(self) -> bool:
-        """Wait some seconds for a rank that is about to say why it aborts the group; whether it has."""
+        """Wait some seconds for a rank that is about to say why it aborts; return whether it has."""
         return any(self.is_aborted for _ in Deadline(_CLAIM_SECONDS).polls(0.001))
 
     def _error_for(self, why: str, failed: tuple[int, ...], mismatch: bool = False) -> GroupAbortedError:
@@ -422,7 +422,7 @@ class RankContext:
         return self.arena.word(at.HEADER_ABORT) != 0
 
     def announce(self) -> None:
-        """Enter this rank into the arena: who it is, and that it is there."""
+        """Enter this rank into the arena: its identity, and that it is present."""
         self.arena.hold(self.rank)
         pid = os.getpid()
         self.arena.set_word(self._control + at.PROCESS, pid)
@@ -433,7 +433,7 @@ class RankContext:
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)
 
     def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
-        """Begin to know who lives.
+        """Begin to watch the liveness of the peers.
 
         Args:
             threads: by rank, the threads that are ranks, filled as they join; None where ranks are processes.
@@ -447,7 +447,7 @@ class RankContext:
             start_thread(reporter)
 
     def leave(self) -> None:
-        """Say that this rank takes part in nothing any more."""
+        """Announce that this rank has left the group."""
         self.closed = True
         if self._inherited:
             return
@@ -461,7 +461,7 @@ class RankContext:
             self.peers.close()
 
     def _raise_mismatch(self, meta: int, count: int, site: str | None, timeout_s: float) -> None:
-        """Tell the others what this rank called, hear what they called, and raise it all."""
+        """Exchange with the others what each rank called, and raise CollectiveMismatchError."""
         sent, expected = (
             self._tables[at.TABLES.index(table)].tolist() for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
         )

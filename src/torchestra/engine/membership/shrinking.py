@@ -1,8 +1,8 @@
-"""Make a new group of the ranks of one host that are left: ``group.shrink()``.
+"""Make a new group of the remaining ranks of one host: ``group.shrink()``.
 
 The ranks agree in their arena (agreement.py, arena_registers.py); the proposer makes a new arena and a store,
-and gives them to the others (arena_transfer.py). Ranks keep their order. Deaths within a host are known for
-certain, to every rank that looks (liveness.py).
+and gives them to the others (arena_transfer.py). Ranks keep their order. Every rank that looks knows deaths
+within the host for certain (liveness.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Shrunk:
 
 
 def shrink(context: RankContext, name: str, exclude: Sequence[int], timeout_s: float) -> Shrunk:
-    """Agree with the other survivors who goes on, and enter a new group with them.
+    """Agree with the other survivors which ranks go on, and enter a new group with them.
 
     Must be called by every rank that shall go on. The old group is left as it is: unusable for operations, if
     it was aborted, but another attempt may be made if this one fails.
@@ -82,7 +82,7 @@ def shrink(context: RankContext, name: str, exclude: Sequence[int], timeout_s: f
 
 
 def run_alone(context: RankContext, rank: int, attempt: Callable[[], T]) -> T:
-    """Make an attempt, and return its result; one thread of a rank at a time may.
+    """Make an attempt, and return its result; only one thread of a rank at a time may.
 
     Raises:
         InvalidArgumentError: another thread of this rank is shrinking the group.
@@ -101,7 +101,7 @@ def run_alone(context: RankContext, rank: int, attempt: Callable[[], T]) -> T:
 
 
 class _ArenaEntrance:
-    """Enters the group ``name`` through a new arena, in place of the group of ``context``."""
+    """Enter the group ``name`` through a new arena, in place of the group of ``context``."""
 
     def __init__(self, context: RankContext, name: str) -> None:
         self._old, self._name = context, name
@@ -125,7 +125,7 @@ class _ArenaEntrance:
         if self._offer is not None:
             self._offer.serve()
         elif ballot.proposer == self._old.rank:
-            return None  # an earlier attempt's, which nobody serves
+            return None  # an earlier attempt's, which no rank serves
         elif self._request is None:
             self._request = make_request(ballot.key, rank, size, self._name, threads=self._as_threads)
         if self._transfer is None and self._request is not None:
@@ -141,7 +141,7 @@ class _ArenaEntrance:
         self._new.announce()
 
     def awaited(self, ballot: Ballot) -> set[int]:
-        return {ballot.proposer}  # who does not hand the arena out
+        return {ballot.proposer}  # which does not hand the arena out
 
     def leave(self) -> None:
         self.stop_passing()
@@ -152,14 +152,14 @@ class _ArenaEntrance:
         self._offer = self._request = self._transfer = self._new = None
 
     def stop_passing(self) -> None:
-        """Give the arena to nobody any more, and ask nobody for it."""
+        """Stop giving the arena out, and stop asking for it."""
         if self._offer is not None:
             self._offer.close()
         if self._request is not None:
             self._request.close()
 
     def conclude(self, ballot: Ballot) -> Shrunk:
-        """Begin to know who lives in the new group."""
+        """Begin to watch the liveness of the new group's ranks, and return the result."""
         assert self._new is not None, "an epoch is committed only when all its survivors were ready"
         assert self._transfer is not None
         self._new.meet_peers(self._transfer.threads, self._old.program)

@@ -281,7 +281,7 @@ class FailureDetector:
             )
 
     def _tell_all(self, message: object, failed: frozenset[int], deadline: float) -> None:
-        """Tell all hosts that the group is over; return when all live ones have confirmed it, or at the deadline."""
+        """Tell all hosts that the group is over, until the live ones have confirmed it, or the deadline."""
         contacted: dict[int, int] = {}
         with self._changed:
             while time.monotonic() < deadline:

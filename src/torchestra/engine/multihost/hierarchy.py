@@ -8,7 +8,7 @@ was called, with one exception: so that the link need not wait for the answer, e
 others something *early*, of any length up to a bound. If the hosts have called different operations, the ends
 that have sent nothing early send a byte, and the receivers drop what has come.
 
-Waits between hosts check the same as those within a host (rank_context.py): for an abort, a rank of this host
+Waits between hosts check for the same as those within a host (rank_context.py): an abort, a rank of this host
 that died, another host or a rank there that is gone (failure_detector.py), the deadline.
 """
 
@@ -243,7 +243,7 @@ class Hierarchy:
         raise CollectiveTimeoutError(message + report, missing or tuple(others))
 
     def _explain(self, error: BridgeError, call: Call) -> None:
-        """Find out why the bridge has failed, and raise that; the ranks that know may need the heartbeat bound."""
+        """Find out why the bridge has failed, and raise that; other ranks tell within the heartbeat bound."""
         bound_s = EXPLANATION_BOUNDS * self.detector.bound
         suspects = _Suspects()
         for _ in Deadline(bound_s).polls(_EXPLANATION_SECONDS):

@@ -7,19 +7,19 @@ get it, although its host has the same id, is on another host and tries the next
 ranks are in some segment, the ranks that opened them write who is in theirs; the first of them joins these
 lists, and each writes the outcome into its segment's memory, where the ranks of its host read it.
 
-A rank makes two requests to the store, one that has opened a segment five more and one for each that gets in:
-O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads, and the
-outcome, which one rank per host reads, and which is packed (a few bytes per host). Nobody asks again and
-again: who waits within a host hears by the end of its connection to the segment that the outcome is there.
-A rank in a segment holds a lock on it until it has entered the group (:class:`Residents`)::
+A rank makes two requests to the store, one that has opened a segment makes five more, and one for each rank
+that gets in: O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads,
+and the outcome, which one rank per host reads, and which is packed (a few bytes per host). No rank polls: one
+that waits within a host learns from the end of its connection to the segment that the outcome is there. A
+rank in a segment holds a lock on it until it has entered the group (:class:`Residents`)::
 
     finding/here/R          rank R has come; among threads, which host it says it is on
-    finding/segment/ID/N      "R:host:invitation", the N-th segment of that id, and who has opened it
+    finding/segment/ID/N    "R:host:invitation", the N-th segment of that id, and the rank that opened it
     finding/hosts           how many segments there are; each is numbered by it
     finding/arrived         how many ranks are in a segment
-    finding/all             "yes" by whoever brings that to the number of ranks; or why that will never be
+    finding/all             "yes", by the rank that completes the number; or why that will never be
     finding/members/H       the ranks in segment H, and the host's name
-    finding/outcome         who is on which host
+    finding/outcome         which ranks are on which host
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _ALL = b"yes"
 _DONE, _LATE, _FAILED = b"!", b"?", b"x"
 # A segment's memory: how it ended; by rank, the mark of one that has locked that byte; what there is to say.
 _STATE_AT, _MARKS_AT, _MARKED = 0, 1, b"+"
-_DESCRIPTORS = 8  # what a rank needs for a moment, with some to spare
+_DESCRIPTORS = 8  # what a rank needs briefly, with some to spare
 
 
 def may_span_hosts(store: Store, size: int) -> bool:
     """Return whether ranks that share a store may be on several hosts; the same on all of them.
 
     Stores in this process, in a file, or reached through a Unix socket are shared within one host only,
-    unless ranks pretend to be elsewhere.
+    unless ranks pretend to be on other hosts.
     """
     if size == 1:
         return False
@@ -85,7 +85,7 @@ def find_hosts(
 
     Args:
         store: a store that only these ranks, and only for this purpose, use.
-        threads: the ranks are threads of one process, and their ids are taken at their word.
+        threads: the ranks are threads of one process, whose host ids are trusted.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
@@ -98,9 +98,9 @@ def find_hosts(
 def hosts_found(
     store: Store, rank: int, size: int, name: str, timeout_s: float, *, threads: bool = False
 ) -> Iterator[tuple[Hosts, Residents | None]]:
-    """Do as :func:`find_hosts`, and have the ranks of a host see which of them die inside the block.
+    """Do as :func:`find_hosts`, and let the ranks of a host see which of them die inside the block.
 
-    Gives the hosts, and the ranks of this one: None if these are threads.
+    Yields the hosts, and the ranks of this one: None if these are threads.
     """
     visit = _Visit(PrefixStore("finding", store), rank, size, name, timeout_s)
     try:
@@ -164,7 +164,7 @@ class _Visit:
         self.memory: MemoryFile | None = None
 
     def enter(self, descriptor: int) -> int:
-        """Lock and mark this rank's byte in a segment's memory; a descriptor in place of the one given."""
+        """Lock and mark this rank's byte in a segment's memory; return a descriptor to use from now on."""
         self.memory = memory = MemoryFile(descriptor)
         os.close(descriptor)
         offset = _MARKS_AT + self.rank
@@ -205,7 +205,7 @@ class _Visit:
             connection.close()
 
     def ask_everybody(self) -> Hosts:
-        """Among threads: go by what they say, which rank 0 puts together."""
+        """Among threads, trust the hosts that they name, which rank 0 puts together."""
         self.store.set(f"here/{self.rank}", json.dumps([host_id(), host_name()]))
         if self.rank != 0:
             return self.hear()
@@ -220,14 +220,14 @@ class _Visit:
         return self.tell(Hosts(list(members.values()), names))
 
     def tell(self, hosts: Hosts) -> Hosts:
-        """Say who is on which host."""
+        """Tell the others which ranks are on which host."""
         self.store.set("outcome", hosts.encode())
         return hosts
 
     def tell_failure(self, error: BaseException) -> None:
-        """Have whoever waits for all ranks hear that this one will not come; never raises."""
+        """Tell the ranks that wait for all that this one will not come; never raises."""
         if isinstance(error, (CollectiveTimeoutError, GroupAbortedError)):
-            return  # which the others know, or find themselves
+            return  # an error that the others know, or will find themselves
         with contextlib.suppress(DistError, OSError):
             why = f"rank {self.rank} could not enter it: {type(error).__name__}: {error}"
             self.store.compare_set("all", "", json.dumps([[], why]))
@@ -253,7 +253,7 @@ class _Visit:
         return Hosts.decode(self.values(["outcome"])[0])
 
     def values(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys that are there when the others have come."""
+        """Return the values of keys that exist once the others have come."""
         left = timedelta(seconds=max(0.001, self.deadline.remaining()))
         try:
             return self.store.await_values(keys, left)
@@ -261,7 +261,7 @@ class _Visit:
             raise self.late() from error
 
     def late(self, absent: Sequence[int] | None = None) -> CollectiveTimeoutError:
-        """Return the error that says who has not come, which may be known."""
+        """Return the error that says which ranks have not come; ``absent`` if these are known."""
         missing = tuple(absent or missing_indices(self.store, [f"here/{peer}" for peer in range(self.size)]))
         who = named(missing) if missing else "a rank"
         return CollectiveTimeoutError(
@@ -297,7 +297,7 @@ class _HostSegment:
         self._admission.close()
 
     def lead(self) -> Hosts:
-        """Let ranks of this host in until all ranks are somewhere, and tell them how it ended."""
+        """Admit ranks of this host until all ranks are in a segment, and tell them the outcome."""
         self._descriptor = self._visit.enter(make_memory_file("torchestra-segment"))
         try:
             hosts = self._find_out()
@@ -341,7 +341,7 @@ class _HostSegment:
         while not self._closed.is_set():
             admission.serve(self._descriptor, _SERVING_SECONDS)
             if (lost := admission.ended()) and not self._closed.is_set():
-                # Whoever is in waits for the outcome, and ends its connection after that.
+                # A rank that is in waits for the outcome, and ends its connection after that.
                 why = f"{named(lost)} died before all ranks had come"
                 with contextlib.suppress(DistError, OSError):
                     self._visit.store.compare_set("all", "", json.dumps([lost, why]))

@@ -19,8 +19,8 @@ HOST_VARIABLE = "TORCHESTRA_HOST_ID"
 def host_id() -> str:
     """Return the id of the calling rank's host: the same for all ranks that may share memory.
 
-    It is what TORCHESTRA_HOST_ID says, or else made of the kernel's boot and of the network namespace,
-    because memory is handed over through sockets that are found within one namespace only.
+    It is TORCHESTRA_HOST_ID, or else derived from the kernel's boot and the network namespace, because ranks
+    pass memory through sockets that are visible within one namespace only.
     """
     here = current_thread_rank()
     if here is not None and here.host:

@@ -14,19 +14,19 @@ import numpy.typing as npt
 class Hosts:
     """The hosts of a group, in the order of their lowest ranks.
 
-    Only what is asked for is worked out, for a group may have thousands of ranks, most of which only want to
-    know who is on their own host.
+    Properties are computed when first used, for a group may have thousands of ranks, most of which only need
+    to know the ranks on their own host.
 
     Args:
         members: by host, the ranks on it.
-        names: by host, what to call it; several that have one name get numbers.
+        names: by host, its name; hosts with the same name get numbers.
 
     Attributes:
         members: by host, the ranks on it, in ascending order.
         host_of: by rank, the index of its host.
         local_rank_of: by rank, its number among the ranks of its host.
         rails: how many ranks the smallest host has. Rail ``r`` joins local rank ``r`` of every host (NCCL's
-            word); the ranks that a larger host has beyond move nothing between hosts.
+            word); a larger host's remaining ranks move nothing between hosts.
     """
 
     def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class Hosts:
         return tuple(tuple(part.tolist()) for part in np.split(ranks, ends))
 
     def host_at(self, rank: int) -> int:
-        """Return the same as ``host_of[rank]``, for who wants to know it of one rank only."""
+        """Return the same as ``host_of[rank]``, for callers that need it of one rank only."""
         return int(self._table[rank])
 
     def on(self, host: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Hosts:
         return f"rank {rank} on host {self.names[self.host_of[rank]]}"
 
     def encode(self) -> bytes:
-        """Packed, for :meth:`decode`."""
+        """Pack the table, for :meth:`decode`."""
         return zlib.compress("\0".join(self.names).encode() + b"\0\0" + self._table.tobytes())
 
     @classmethod

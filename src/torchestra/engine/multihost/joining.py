@@ -52,8 +52,8 @@ def join_hosts(
         store: a store that only the ranks of this group, and only for this purpose, use.
         hosts: where the ranks are; more than one host.
         threads: whether the ranks are threads of this process.
-        bridge: what to use between hosts, as choose_bridge gives it.
-        thread: the one that the rank's program runs in; default: the one that calls.
+        bridge: the kind of bridge between hosts, from choose_bridge.
+        thread: the one that runs the rank's program; default: the calling one.
         has_died: returns whether a rank of this host, alive before, has died on its way here.
 
     Raises:
@@ -62,7 +62,7 @@ def join_hosts(
         InvalidArgumentError: another rank uses another bridge, or has another heartbeat bound.
     """
     deadline = Deadline(timeout_s)
-    bound = heartbeat_bound()  # refused, if it makes no sense, before this rank meets any other
+    bound = heartbeat_bound()  # raises, if it is invalid, before this rank meets any other
     host = hosts.host_at(rank)
     here = hosts.on(host)
     local_rank, own = here.index(rank), PrefixStore(f"host/{host}", store)
@@ -108,7 +108,7 @@ def _connect(
         end = _open_rail(store, hosts, context.rank, bridge, transport, _rest(deadline))
     try:
         local = LocalEngine(context)
-        # Ranks of a host tell others what they called, so they find out at once that it differs.
+        # The ranks of a host tell others what they called, so they must find a mismatch at once.
         local.choices = replace(local.choices, early=-1)
         hierarchy = Hierarchy(local, hosts, transport.rank, end, detector, name)
         _exchange_endpoints(hierarchy, transport, _rest(deadline))
@@ -133,8 +133,8 @@ def _open_rail(
 
 def _watch(store: Store, hosts: Hosts, host: int, context: RankContext, bound: float) -> FailureDetector:
     """Make the failure detector of a rank that has entered its host's arena."""
-    # A wait within the host is mostly for a rank that waits for the network: beside that a wake-up is cheap,
-    # while a yield may give the core away for a whole slice.
+    # A wait within the host is mostly for a rank that waits for the network: compared to that a wake-up is
+    # cheap, while a yield may give the core away for a whole slice.
     context.set_word(at.YIELDS, 0)
     watch = PrefixStore("watch", store)
     detector = (HeartbeatMonitor if context.rank == 0 else FailureDetector)(
@@ -147,7 +147,7 @@ def _watch(store: Store, hosts: Hosts, host: int, context: RankContext, bound: f
 
 
 def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
-    """:func:`torchestra.engine.membership.joining.refuse` for a group whose ranks are on several hosts.
+    """Do as :func:`torchestra.engine.membership.joining.refuse`, for a group on several hosts.
 
     It reaches those that wait for ranks of their own host.
     """
@@ -156,7 +156,7 @@ def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
 
 
 def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout_s: float) -> None:
-    """Give every rank the endpoint records of all ranks on other hosts, which let it in from now on."""
+    """Give every rank the endpoint records of all ranks on other hosts, which admit it from now on."""
 
     def call() -> Call:
         return Call(pack(Kind.barrier), 0, timeout_s, None)
@@ -171,10 +171,10 @@ def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout
 def _agree(
     store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, context: RankContext, timeout_s: float
 ) -> None:
-    """Make sure that all ranks use the same bridge and heartbeat bound: those of the first to come.
+    """Make sure that all ranks use the same bridge and heartbeat bound: those of the first rank to come.
 
-    Returns when all have agreed, or raises the error that one has found. A rank that has died does neither:
-    the others wait for it as long as the heartbeat bound, and miss it when they open the bridge.
+    Returns when all have agreed, or raises the error that one has found. If a rank has died, the others wait
+    for it as long as the heartbeat bound, and find it missing when they open the bridge.
     """
     terms = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
     first, their_bridge, their_bound = terms.split(" ")

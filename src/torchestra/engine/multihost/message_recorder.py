@@ -1,8 +1,8 @@
 """A rank's messages to and from other hosts in its flight record (message_records.py).
 
-They begin on any thread of the program, and end on those and on the threads that letters come by. Who holds
-the recorder's lock writes; it is held for one kernel only, and nothing is waited for meanwhile. A thread may
-take it twice, since a signal's handler may send a message too.
+They begin on any thread of the program, and end on those and on the threads that receive packets. The thread
+that holds the recorder's lock writes; it holds it for one kernel only, and waits for nothing meanwhile. A
+thread may take it twice, since a signal's handler may send a message too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RecordedMessage:
     """The record of one message. A context manager: an error that leaves it marks the message as failed.
 
     Args:
-        recorder: that it is in.
+        recorder: the recorder that it belongs to.
     """
 
     __slots__ = ("_message_id", "_nbytes", "_recorder")
@@ -38,14 +38,14 @@ class RecordedMessage:
             self.end(well=False)
 
     def came(self, source: int) -> None:
-        """Note that the message of a receive has begun to come."""
+        """Note that the message of a receive has begun to arrive."""
         recorder = self._recorder
         with recorder.lock:
             if self._message_id:
                 recorder.come(recorder.context, self._message_id, source)
 
     def end(self, *, well: bool, source: int = -1) -> None:
-        """The message has come to its end; of a receive, from whom. Later calls are without effect."""
+        """Note that the message has ended, and a receive's ``source``. Later calls have no effect."""
         recorder = self._recorder
         with recorder.lock:
             message_id, self._message_id = self._message_id, 0
@@ -54,7 +54,7 @@ class RecordedMessage:
 
 
 class MessageRecorder:
-    """Writes one rank's records of messages to and from other hosts.
+    """Write one rank's records of messages to and from other hosts.
 
     Attributes:
         lock, context, open, come, close: for entries: held while a kernel runs, its first argument, and the
@@ -62,7 +62,7 @@ class MessageRecorder:
     """
 
     def __init__(self, context: RankContext) -> None:
-        self._arena = context.arena  # which is mapped for as long as this is there
+        self._arena = context.arena  # which stays mapped as long as this object lives
         # A context of its own, for the clock's scratch in it.
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         for word in (at.RECORD, at.CLOCK):
@@ -76,7 +76,7 @@ class MessageRecorder:
     def begin(
         self, way: int, dtype_code: int, tag: int, nbytes: int, peer: int | None, background: bool
     ) -> RecordedMessage:
-        """Return a message begins.
+        """Open the record of a message and return it.
 
         Args:
             way: SENT or RECEIVED (layout.py).

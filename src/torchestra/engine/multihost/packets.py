@@ -1,7 +1,7 @@
 """Packets of ``send`` and ``recv`` between hosts: MPI's rendezvous protocol.
 
-A packet has a head of fixed length and, after it, bytes of the message. Who sends it is known from the
-transport, which also says with which tag. Packets are reliable, but for ``data``.
+A packet has a head of fixed length and, after it, bytes of the message. The transport tells its sender and
+its tag. Packets are reliable, but for ``data``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class PacketType(IntEnum):
     """The type of a packet.
 
     ``rts`` (request to send): there is a message, whose first bytes are in the packet. ``cts`` (clear to
-    send): the rest shall come. ``data``: the rest. ``ack``: all of it has come. ``refuse``: it is thrown
-    away. ``lost``: it could not come. ``withdraw``: its sender has taken it back. ``bye``: no more packets
-    will come.
+    send): the sender may send the rest. ``data``: the rest. ``ack``: all of it has arrived. ``refuse``: the
+    receiver drops it. ``lost``: it could not arrive. ``withdraw``: its sender has taken it back. ``bye``: no
+    more packets will come.
     """
 
     rts = 1
@@ -40,8 +40,8 @@ class Packet(NamedTuple):
     """A packet from one rank to another.
 
     Attributes:
-        type: what it says.
-        request: of which message; the number by which its sender knows it.
+        type: a PacketType.
+        request: the number by which the sender of the message knows it.
         dtype: the code of the dtype of a message that is announced.
         length: of that, in bytes.
         payload: the bytes that go along.

@@ -1,7 +1,7 @@
-"""Read what ranks have written into the store for each other, and check it.
+"""Read and check values that ranks have written into the store for each other.
 
-Where the store asks nobody for a proof, anybody may have written it. What no rank can have written is
-dropped, with a warning; what it may say is checked here, so that whoever uses it need not.
+Where the store asks for no proof, any process may have written them. Values that no rank can have written are
+dropped, with a warning; all checks are here, so that the callers need none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tu
     Args:
         text: as ranks have written it, word after word.
         count: how many ranks are in a word.
-        what: it is, for the warning about words that no rank can have written.
+        what: the name of the text, for the warning about words that no rank can have written.
     """
     for word in text.split():
         ranks = word.split(b":")

@@ -1,4 +1,4 @@
-"""A thread that looks after requests, so that those that nobody waits for meet their deadlines too."""
+"""A thread that checks requests, so that those without a waiting thread meet their deadlines too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class PeriodicLook:
-    """Call a function in a thread, again and again; the thread is started by the first :meth:`start`.
+    """Call a function in a thread, repeatedly; the first :meth:`start` starts the thread.
 
     Args:
         name: of the thread.
-        look: returns for how many seconds nobody need look again.
+        look: returns after how many seconds to call it again.
     """
 
     def __init__(self, name: str, look: Callable[[], float]) -> None:
@@ -41,11 +41,11 @@ class PeriodicLook:
                     self._thread.start()
 
     def stir(self) -> None:
-        """Have the thread look now."""
+        """Make the thread look now."""
         self._stirred.set()
 
     def end(self) -> None:
-        """Have the thread end."""
+        """Make the thread end."""
         self._ended.set()
         self._stirred.set()
 

@@ -4,11 +4,11 @@ Within a host they go through the mailbox of the arena. To another host the send
 request to send); a small message is in that, and the first megabyte of a larger one. The receiver matches
 what is announced with what it wants, in the order of both, by source and tag. What remains of a large message
 is sent when the receiver says that it may be (clear to send). So there is no gap on the network until then,
-and there is no more at a receiver of what nobody waits for than some megabytes from each sender: beyond that
-everything waits for its receiver.
+and a receiver holds at most some megabytes of unexpected data from each sender: beyond that the senders wait
+for the receiver.
 
 A send has ended when the tensor may be changed: at once if all of it is announced, else when the receiver
-says that it has got it. A rank that leaves waits until what it has sent has come.
+confirms that it has it. A rank that leaves waits until what it has sent has come.
 
 A receive from any source waits in the mailbox and for announcements at once. What comes first is taken; an
 announced message only if the mailbox has not begun with one and gives the receive back (Mailbox.retract).
@@ -48,7 +48,7 @@ class PointToPoint:
     """One rank's messages.
 
     Args:
-        bridge: what is between the hosts for collectives.
+        bridge: the kind of bridge that collectives use between hosts.
     """
 
     def __init__(self, transport: GroupTransport, hierarchy: Hierarchy, bridge: str) -> None:
@@ -63,9 +63,9 @@ class PointToPoint:
         self._wait_policy = WaitPolicy(hierarchy, lambda rank: rank in self._left)
         self._recorder = MessageRecorder(self._context)
         self._request_ids = itertools.count(1)
-        self._posted: list[P2PRequest] = []  # receives that nothing has come for, in their order
-        self._unexpected: list[UnexpectedMessage] = []  # what nobody wants yet, in the order of its coming
-        self._outgoing: dict[int, P2PRequest] = {}  # by number: announced, and not yet got
+        self._posted: list[P2PRequest] = []  # receives without a message yet, in order
+        self._unexpected: list[UnexpectedMessage] = []  # no receive wants these yet; in order of arrival
+        self._outgoing: dict[int, P2PRequest] = {}  # by number: announced, and not yet received
         self._credits = EagerCredits()
         self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what may be sent
         self._left: set[int] = set()  # ranks that have said that they leave
@@ -134,12 +134,12 @@ class PointToPoint:
         return self._wait(transfer) if isinstance(transfer, P2PRequest) else self._mailbox.wait(transfer)
 
     def look(self) -> None:
-        """Have every message see now whether it is to be given up."""
+        """Check now whether any message is to be given up."""
         self._mailbox.look()
         self._look_after_all()
 
     def close(self) -> None:
-        """End the thread; whatever is under way fails with GroupDestroyedError."""
+        """End the thread; messages under way fail with GroupDestroyedError."""
         with self._lock:
             if self._periodic_look.has_ended:
                 return
@@ -149,7 +149,7 @@ class PointToPoint:
         self.leave()
 
     def leave(self) -> None:
-        """Wait until what was sent has come, at most for the heartbeat bound; then send no more."""
+        """Wait until all messages sent have arrived, at most for the heartbeat bound; then send no more."""
         if self._is_leaving or self._context.is_aborted:
             return
         self._is_leaving = True
@@ -228,7 +228,7 @@ class PointToPoint:
         return request.entry
 
     def _post_here(self, request: P2PRequest, tensor: torch.Tensor) -> None:
-        """Have a receive from any source wait in the mailbox as well."""
+        """Make a receive from any source wait in the mailbox as well."""
 
         def end(transfer: Transfer) -> None:
             with self._lock:
@@ -319,7 +319,7 @@ class PointToPoint:
         return True
 
     def _watch(self, request: P2PRequest) -> None:
-        """Have a thread look after a message that nobody may be waiting for."""
+        """Make a thread check a message that no thread may be waiting for."""
         if request.done is None:
             return
         self._periodic_look.start()
@@ -331,7 +331,7 @@ class PointToPoint:
             return [*self._posted, *self._outgoing.values(), *self._coming.values()]
 
     def _look_after_all(self) -> float:
-        """Give up what waits in vain; for how long nobody need look again."""
+        """Give up what waits in vain; return after how many seconds to look again."""
         requests = self._under_way()
         for request in requests:
             if request.done is not None:
@@ -381,12 +381,12 @@ class PointToPoint:
         request.finish(error)
 
     def _settle(self, request_id: int) -> P2PRequest | None:
-        """Nothing more is to be done for a message that was offered."""
+        """Forget a message that was offered, and return its request."""
         self._credits.settle(request_id)
         return self._outgoing.pop(request_id, None)
 
     def _lose_connection(self, rank: int, why: str) -> None:
-        """The connection to a rank has ended; why will be seen (see :meth:`_look_after`)."""
+        """Note that the connection to a rank has ended; :meth:`_look_after` finds out why."""
         for request in self._under_way():
             if request.partner == rank:
                 request.fail_way(why)
@@ -394,7 +394,7 @@ class PointToPoint:
     # -- packets
 
     def _arrived(self, message: Message) -> None:
-        """Do what a packet says; on the thread of the transport."""
+        """Handle a packet, on the thread of the transport."""
         sender = message.source
         try:
             packet = unpack(bytes(message.text))
@@ -436,7 +436,7 @@ class PointToPoint:
         self._unexpected.append(message)
 
     def _match(self, request: P2PRequest, message: UnexpectedMessage) -> None:
-        """A receive has got what it is for."""
+        """Give a receive the message that matches it."""
         tensor, source = request.tensor, message.source
         dtype = DTYPE_CODE[tensor.dtype]
         if (message.dtype, message.length) != (dtype, tensor.nbytes):
@@ -471,7 +471,7 @@ class PointToPoint:
     # -- the rest of large messages
 
     def _send_rest(self, receiver: int, request_id: int) -> None:
-        """The rest of a message may be sent."""
+        """Send the rest of a message, as its receiver asks for it."""
         request = self._outgoing.get(request_id)
         if request is None:
             self._context.abort(
@@ -483,7 +483,7 @@ class PointToPoint:
         self._write_parts(receiver, Packet(PacketType.data, request_id), rest)
 
     def _take_rest(self, source: int, request_id: int, message: Message) -> None:
-        """The rest of a message has come."""
+        """Take the rest of a message."""
         request = self._coming.pop((source, request_id), None)
         if request is None:
             return

@@ -7,8 +7,8 @@ their way before it is known that all hosts have called the same.
 
 On a rail of two, each end sends its part to the other and both add them up: as many bytes as any other way,
 and one trip. On a longer one each end adds up a piece of the part, from all hosts, and the pieces are
-gathered then (Rabenseifner's algorithm). Every sum is over the hosts in their order, whoever computes it, so
-all ranks get the same bits.
+gathered then (Rabenseifner's algorithm). Every sum is over the hosts in their order, whichever rank computes
+it, so all ranks get the same bits.
 
 AVG: of floating-point numbers the host's average is averaged over the hosts, with weights where these have
 different numbers of ranks, so that nothing overflows that does not in one host; integers are added up, and
@@ -48,7 +48,7 @@ class _Chunk:
     Attributes:
         start, stop: which one.
         part: this rank's part of the host's sum, and then of the whole; empty beyond the last rail.
-        pending: what brings the other hosts' parts.
+        pending: the transfer of the other hosts' parts.
         rows: these, by host.
     """
 
@@ -77,7 +77,7 @@ class Reducer:
         self._op = _SUM if self._divides else op
         self._function = reduction(dtype, self._op)
         self._weight = len(hierarchy.here) * self._hosts / self._size if self._averages_floats else 1.0
-        # How many chunks are to be gathered at once; of two hosts each has the sum already.
+        # How many chunks to gather at once; of two hosts each has the sum already.
         self._kept = 1 if self._hosts == 2 else 2
 
     def all_reduce(
@@ -119,7 +119,7 @@ class Reducer:
             self._receive(summed.popleft(), target, call)
 
     def _all_reduce_inline(self, source: Joined, target: Joined, call: Call) -> None:
-        """In one trip: the host's sum goes along with the envelope."""
+        """Reduce in one trip: the host's sum goes along with the envelope."""
         hierarchy = self._hierarchy
         total = source.get(0, source.numel).clone()
         if not hierarchy.reduce_here(
@@ -160,12 +160,12 @@ class Reducer:
     def _send_pieces(
         self, chunk: _Chunk, sent: Sequence[int], expected: Sequence[int], call: Call, *, early: bool
     ) -> bool:
-        """Let a piece of a part go to each host.
+        """Send a piece of a part to each host.
 
         Args:
-            sent, expected: by host, how long the pieces are that go there and come from there.
+            sent, expected: by host, the lengths of the pieces that go there and come from there.
             early: it is not yet known that all ranks have called the same. Then nothing is begun unless all
-                hosts send each other something, and not too much; all ends come to the same result.
+                hosts send each other something, and not too much; all ends decide alike.
 
         Returns:
             Whether it has been begun.
@@ -191,7 +191,7 @@ class Reducer:
         return True
 
     def _sum(self, chunk: _Chunk, call: Call) -> _Chunk:
-        """Reduce what comes from the other hosts; of more than two, send them the sum of the own piece."""
+        """Reduce the data of the other hosts; of more than two, send them the sum of the own piece."""
         hierarchy, part = self._hierarchy, chunk.part
         if chunk.pending is None or hierarchy.bridge is None:
             return chunk
@@ -282,7 +282,7 @@ class Reducer:
         return self._send_pieces(chunk, sent, [sent[hierarchy.host]] * self._hosts, call, early=early)
 
     def _receive_block(self, chunk: _Chunk, cuts: Cuts, own: torch.Tensor, call: Call) -> None:
-        """Reduce what has come for this host, and share it with its ranks."""
+        """Reduce the data that has come for this host, and share it with its ranks."""
         hierarchy, chunk_index = self._hierarchy, chunk.start
         total = own[:0]
         if chunk.pending is not None:
@@ -296,7 +296,7 @@ class Reducer:
         hierarchy.share([*pieces, *[own[:0]] * (len(hierarchy.here) - rails)], total, call)
 
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
-        """Reduce for each place, within the host, what all of its ranks have for it."""
+        """Reduce for each place, within the host, the tensors that all of its ranks have for it."""
         plan = self._hierarchy.plan(REDUCE_SCATTER, call, self._dtype.itemsize, self._function)
         self._hierarchy.local.collective(plan, tensors, [output], call.timeout_s, call.site)
         self._weigh(output)

@@ -1,8 +1,9 @@
 """The flight record of a group on several hosts: each host's part, put together.
 
-Hosts have clocks of their own. The host that asks notes when it did and when it got the answer; the one that
-answers, when it heard the question and when it answered. What happened there in between happened here in
-between: so Cristian's algorithm (1989) tells how far apart two clocks are, and how well that is known.
+Hosts have clocks of their own. The host that asks notes when it asked and when it got the answer; the one
+that answers, when it received the question and when it answered. The latter two moments lie between the
+former two: so Cristian's algorithm (1989) tells how far apart two clocks are, and how precisely that is
+known.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], ho
     Args:
         own: of the ranks of that host.
         host: which it is.
-        answers: by host, what others told; of those that are missing nothing is known.
+        answers: by host, those of others; nothing is known of the missing ones.
     """
     ranks: dict[int, RankRecord] = {rank.rank: rank for rank in own.ranks}
     records = []

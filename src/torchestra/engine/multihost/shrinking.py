@@ -1,9 +1,9 @@
-"""Make a new group of the ranks of several hosts that are left: ``group.shrink()`` beyond one host.
+"""Make a new group of the remaining ranks of several hosts: ``group.shrink()`` beyond one host.
 
 The ranks agree through the group's store (membership/agreement.py, store_registers.py). Each survivor enters
-the new group in a thread of its own, so that the rank's program goes on looking around.
+the new group in a thread of its own, so that the rank's program keeps checking for failures.
 
-Deaths within a host are certain, and told by its other ranks. A host is gone when nobody has beaten for it
+Deaths within a host are certain, and its other ranks report them. A host is gone when it has answered no ping
 (failure_detector.py) for the heartbeat bound, which may be why the group was aborted. A host that comes back
 too late is told that it was left out (RankExcludedError).
 """
@@ -49,7 +49,7 @@ class ShrunkHosts(Generic[E]):
     Attributes:
         entered: what :data:`Enter` returned.
         store: what the new group's ranks share; it has no keys yet.
-        survivors: by new number, the number in the group that was.
+        survivors: by new number, the number in the old group.
     """
 
     entered: E
@@ -60,7 +60,7 @@ class ShrunkHosts(Generic[E]):
 def shrink_hosts(
     hierarchy: Hierarchy, exclude: Sequence[int], timeout_s: float, enter: Enter[E]
 ) -> ShrunkHosts[E]:
-    """Agree with the other survivors who goes on, and enter a new group with them.
+    """Agree with the other survivors which ranks go on, and enter a new group with them.
 
     Must be called by every rank that shall go on. If it fails, another attempt may be made.
 
@@ -73,7 +73,7 @@ def shrink_hosts(
         RankExcludedError: the others go on without this rank.
         CollectiveTimeoutError: a rank lives but has not come; it is named.
         DistNetworkError: the store is gone, and with it the means to agree.
-        DistBackendError: somebody else has written into the store that it is decided.
+        DistBackendError: another process has written a decision into the store.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
     rank, hosts, detector = hierarchy.rank, hierarchy.hosts, hierarchy.detector
@@ -109,7 +109,7 @@ def shrink_hosts(
 
 
 class _StoreEntrance(Generic[E]):
-    """Enters the new group over a store, in a thread of its own."""
+    """Enter the new group over a store, in a thread of its own."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class _Entry(Generic[E]):
         self._abandoned = False
         self._lock = threading.Lock()
         self._enter = enter
-        # In the context of the rank, so that what is made knows which rank it is of.
+        # In the context of the rank, so that the group's objects know which rank they are of.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(
             target=run, args=(self._run,), name="torchestra-entering", daemon=True
@@ -184,7 +184,7 @@ class _Entry(Generic[E]):
         self._thread.start()
 
     def has_ended(self) -> bool:
-        """Return whether there is something entered, or an error."""
+        """Return whether it has entered the group, or failed."""
         return not self._thread.is_alive()
 
     def abandon(self) -> None:

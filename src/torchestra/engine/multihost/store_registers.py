@@ -3,11 +3,12 @@
 Where the store's server is gone there is no agreement, hence no shrinking: two halves of a network that
 cannot reach each other must not both go on. The keys::
 
-    came        who has come, and with a minus who has stopped coming; this and the next two only grow
-    gone        who has died or left, as a rank of its host says
-    excluded    "R:Q", whom somebody goes on without, and who that is
+    came        the ranks that have come, and with a minus those that have stopped coming; this and the next
+                two only grow
+    gone        the ranks that have died or left, as a rank of their host says
+    excluded    "R:Q": rank Q goes on without rank R
     round/N     the proposal of epoch N: the ranks that shall go on
-    entered/N   who of them has entered the new group; only grows
+    entered/N   those of them that have entered the new group; only grows
     verdict/N   "committed" or "void"
 
 Why the ballot's invariants hold (agreement.py). ``round/N`` and ``verdict/N`` are written once, by
@@ -90,7 +91,7 @@ class StoreRegisters(Registers):
         self._append("excluded", (f"{rank}:{self.rank}" for rank in ranks))
 
     def report_gone(self, ranks: set[int]) -> None:
-        """Tell the others of ranks of this host that have died or left."""
+        """Tell the others which ranks of this host have died or left."""
         self._append("gone", map(str, ranks - self._reported))
         self._reported |= ranks
 

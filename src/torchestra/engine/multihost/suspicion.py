@@ -11,16 +11,16 @@ PINGS_PER_BOUND = 8
 
 
 class SuspicionTimers:
-    """For how long each host has not been heard of, for one who looks again and again.
+    """Measure how long each host has been silent, for an observer that looks repeatedly.
 
-    What counts is the time in which somebody looked, however often. Who was stopped for a while must not take
-    the others for silent: perhaps they were stopped too.
+    Only the time in which the observer looked counts, however often. An observer that was stopped for a while
+    must not take the others for silent: perhaps they were stopped too.
 
     Args:
         longest: how many seconds count from one look to the next at most.
 
     Attributes:
-        heard: hosts that have been heard of since the last look.
+        heard: hosts that have been heard from since the last look.
     """
 
     def __init__(self, longest: float) -> None:
@@ -33,7 +33,7 @@ class SuspicionTimers:
         self.heard.add(host)
 
     def unheard(self, hosts: Iterable[int]) -> dict[int, float]:
-        """Look: for how many seconds, by host, nothing has come; of one asked for the first time, 0."""
+        """Look, and return by host for how many seconds it has been silent; 0 if asked for the first time."""
         now = self._clock.elapsed()
         for host in self.heard:
             self._since[host] = now
@@ -41,6 +41,6 @@ class SuspicionTimers:
         return {host: now - self._since.setdefault(host, now) for host in hosts}
 
     def heard_lately(self, within_s: float) -> set[int]:
-        """Return the hosts heard of within ``within_s`` seconds before the last look, or since."""
+        """Return the hosts heard from within ``within_s`` seconds before the last look, or since."""
         now = max(self._since.values(), default=0.0)
         return self.heard | {host for host, since in self._since.items() if now - since < within_s}

@@ -16,7 +16,7 @@ _LONGEST_LOOK = 0.1
 
 
 class WaitPolicy:
-    """Decides for one rank.
+    """Decide for one rank.
 
     Args:
         has_said_bye: whether all that a rank has sent has come, and it will send no more.
@@ -34,7 +34,7 @@ class WaitPolicy:
         Raises:
             GroupAbortedError: the group can be used no more, or the other rank has left it.
             RankFailedError: the other rank has died.
-            DistBackendError: the way to it has failed, and nobody tells why.
+            DistBackendError: the connection to it has failed, for unknown reasons.
             CollectiveTimeoutError: its time is over, and it has not begun to move.
         """
         if self._context.is_aborted:
@@ -61,7 +61,7 @@ class WaitPolicy:
         return DistBackendError(f"{request}: the way to {name} failed: {why}")
 
     def _give_up_on(self, request: P2PRequest, peer: int, fate: str) -> None:
-        """The other rank is gone: raise, unless what it has written may still be on its way."""
+        """Raise, as the other rank is gone, unless its data may still be on its way."""
         if request.gone_since is None:
             request.gone_since = RunningClock(_LONGEST_LOOK)
         if request.gone_since.elapsed() < _ON_THE_WAY_SECONDS and not self._has_said_bye(peer):
