@@ -1,11 +1,11 @@
 """Ranks agree on the device of each, and on whether operations on them are delegated.
 
-They are where every rank names a device of its own. Each that has one to name puts it into the group's store
-before it meets the others, and reads what all have put there afterwards: two requests for each rank, none for
-a rank without CUDA, and the same answer on all.
+They are delegated if every rank names a device of its own. Each rank that has one to name puts it into the
+group's store before it meets the others, and afterwards reads what all have put there: two requests for each
+rank, none for a rank without CUDA, and the same answer on all.
 
 A rank names its device if the program has chosen one: by ``device_id``, or by having used CUDA before the
-group was made (``torch.cuda.set_device``), or if NCCL is asked for. To look for one otherwise would start
+group was made (``torch.cuda.set_device``), or if NCCL is asked for. Looking for one otherwise would start
 CUDA in programs that never use it.
 """
 
@@ -29,10 +29,10 @@ _KEY = "devices"
 
 
 class DeviceRequest(NamedTuple):
-    """Hold the program's words on a group's devices.
+    """What the program has asked for, concerning a group's devices.
 
     Attributes:
-        device: this rank's; None for the one that is current.
+        device: this rank's; None for the current one.
         required: NCCL is asked for, by name.
     """
 
@@ -41,7 +41,7 @@ class DeviceRequest(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Operations on tensors of a device are delegated.
+    """The agreement that operations on tensors of a device are delegated.
 
     Attributes:
         device: this rank's.
@@ -54,12 +54,12 @@ class Agreement(NamedTuple):
     required: bool = False
 
     def among(self, ranks: Sequence[int]) -> Agreement:
-        """That of a group of some of the ranks."""
+        """Return the agreement of a subgroup."""
         return self._replace(identities=[self.identities[rank] for rank in ranks])
 
 
 class Card(NamedTuple):
-    """Describe a rank's device and its identity, or the reason why it has none."""
+    """A rank's device and its identity, or the reason why it has none."""
 
     device: torch.device | None
     identity: str
@@ -67,7 +67,7 @@ class Card(NamedTuple):
 
 
 def announce(store: Store, rank: int, request: DeviceRequest, local_rank: int | None) -> Card | None:
-    """Say which device this rank has, if it has one to name. To be called before the ranks meet.
+    """Tell which device this rank has, if it has one to name. Must be called before the ranks meet.
 
     Args:
         store: one that only the ranks of the group use.
@@ -100,7 +100,7 @@ def _card_of(device: torch.device | None, local_rank: int | None) -> Card:
 
 
 def agree(store: Store, size: int, name: str, card: Card | None, request: DeviceRequest) -> Agreement | None:
-    """Return whether the group delegates; None if not. To be called after the ranks have met.
+    """Return the agreement; None if the group does not delegate. Must be called after the ranks have met.
 
     Raises:
         DistBackendError: NCCL is asked for and cannot be had; on all ranks that have asked.

@@ -1,11 +1,11 @@
-"""Looks after the operations that are under way on a device: one thread for each group that has any.
+"""Watches the operations that are under way on a device: one thread for each group that has any.
 
-The host does not wait for them, so nobody is there to see that a rank has died or that time is up. This
-thread is: while anything is under way it looks whether that has ended, whether the group was aborted, whether
-a rank has died, and whether the time of the oldest is over. If so it aborts the group, for all ranks, and
-torch's communicator, so that what waits on the device is let go; what the tensors of the operations hold then
-is undefined, and every later operation raises the error. It also tells the Works of asynchronous operations
-that these have ended.
+The host does not wait for them, so no caller sees that a rank has died or that time is up. This thread does:
+while anything is under way it checks whether that has ended, whether the group was aborted, whether a rank
+has died, and whether an operation's time is over. On failure it aborts the group, for all ranks, and torch's
+communicator, which ends the waits on the device; the contents of the operations' tensors are then undefined,
+and every later operation raises the error. It also tells the Works of asynchronous operations that these have
+ended.
 
 It sleeps when nothing is under way.
 """
@@ -29,11 +29,11 @@ _CLOSE_SECONDS = 5.0
 
 
 class PendingOperation(NamedTuple):
-    """An operation of torch's that is under way.
+    """A torch operation that is under way.
 
     Attributes:
         doing: what it is, for messages.
-        is_done: asks whether it has ended.
+        is_done: returns whether it has ended.
         deadline: by which it must have ended.
         site: the line of the program that called.
     """
@@ -45,12 +45,12 @@ class PendingOperation(NamedTuple):
 
 
 class Watch:
-    """See above.
+    """Watch a group's operations on a device, in a thread.
 
     Args:
         context: this rank in the group.
         name: of the group.
-        give_up: ends what waits on the device, with an error; may take its time.
+        give_up: ends waits on the device with an error; may take long.
     """
 
     def __init__(self, context: RankContext, name: str, give_up: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self._name = name
         self._give_up = give_up
         self._pending: deque[PendingOperation] = deque()
-        # Called once their first says yes; with None, or what the group has failed with.
+        # The second is called once the first returns True; with None, or the group's error.
         self._waiting: deque[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -71,23 +71,23 @@ class Watch:
         self._next_look = 0.0
 
     def add(self, pending: PendingOperation) -> None:
-        """Look after an operation."""
+        """Watch an operation."""
         with self._changed:
             self._pending.append(pending)
             self._wake()
 
     def tell(self, is_done: Callable[[], bool], end: Callable[[BaseException | None], None]) -> None:
-        """Call ``end`` when something is done, or when the group has failed, with the reason."""
+        """Call ``end`` with None when ``is_done()``, or with the reason when the group has failed."""
         with self._changed:
             self._waiting.append((is_done, end))
             self._wake()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until nothing is under way, at most so long; whether that is so."""
+        """Wait at most ``seconds`` until nothing is under way; return whether that is so."""
         return any(not (self._pending or self._waiting) for _ in Deadline(seconds).polls(_LOOK_SECONDS))
 
     def close(self) -> None:
-        """End the thread; what is still under way is given up."""
+        """End the thread, and give up what is still under way."""
         with self._changed:
             self._is_closed = True
             under_way = bool(self._pending or self._waiting)
@@ -119,7 +119,8 @@ class Watch:
             time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        # What is looked at stays in its place: drain() takes what is in neither for ended.
+        # An entry stays in its queue while it is checked: drain() takes one that is in neither queue for
+        # ended.
         for _ in range(len(self._waiting)):
             is_done, end = self._waiting[0]
             if is_done():
@@ -141,7 +142,7 @@ class Watch:
                 self._check(pending)
 
     def _check(self, pending: PendingOperation) -> None:
-        """Raise if this need not be waited for any longer."""
+        """Raise if waiting for this operation any longer is in vain."""
         context, doing = self._context, pending.doing
         self._suspect = context.check(doing, None, None, self._suspect, alone=True, site=pending.site)
         if not pending.deadline.expired():
@@ -155,7 +156,7 @@ class Watch:
         raise CollectiveTimeoutError(str(context.aborted()))
 
     def fail(self, error: Exception) -> None:
-        """Give up all that is under way, and let nothing else begin."""
+        """Give up all operations under way, and refuse new ones."""
         if self.failure is None:
             self.failure = error
         if not self._context.is_aborted and not self._is_closed:

@@ -1,8 +1,8 @@
 """The engine of operations on tensors of a device, by a backend of torch's.
 
-The backend (launching.py) is whatever has the methods of ``torch.distributed.Backend``. Reductions are its
-own. What only moves elements moves bytes, so every dtype can be moved. Tensors are contiguous, on the device,
-and have been checked; what ranks have called is not compared: that would take a word between them before
+The backend (launching.py) is whatever has the methods of ``torch.distributed.Backend``. It does the
+reductions. Operations that only move elements move bytes, so they take every dtype. Tensors are contiguous,
+on the device, and have been checked; the ranks do not compare their calls: that would take an exchange before
 every operation.
 """
 
@@ -59,7 +59,7 @@ class DevicePlan(NamedTuple):
 
 
 class Joint:
-    """Several Works of torch's as one."""
+    """Several of torch's Works as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -69,18 +69,18 @@ class Joint:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Wait for all; raises what one has failed with."""
+        """Wait for all; raise the error of one that has failed."""
         for work in self._works:
             work.wait()
 
 
 class DeviceEngine(Engine):
-    """One rank's engine for tensors of one device; barriers are the host's, and messages go in batches.
+    """One rank's engine for tensors of one device; the base engine does barriers, and messages go in batches.
 
     Args:
         base: the group's engine for tensors of the CPU.
         scheduler: how operations are launched on the device.
-        open_backend: makes the backend, and what else must live as long as that.
+        open_backend: makes the backend, and an object that must live as long.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class DeviceEngine(Engine):
     def messages(
         self, batch: Sequence[tuple[bool, torch.Tensor, int]], timeout_s: float, *, together: bool
     ) -> Any:
-        """Begin to send and receive; a Work of torch's for all of it.
+        """Begin to send and receive; return one torch Work for all.
 
         Args:
             batch: whether to send, what to send or to receive into, and the other rank.
-            together: the order of these does not matter.
+            together: their order does not matter.
         """
 
         def begin(backend: Any) -> Joint:
@@ -144,7 +144,7 @@ class DeviceEngine(Engine):
         )
         return self._backend.launch(doing, timeout_s, None, begin, ends)
 
-    # -- what else is asked of an engine
+    # -- the rest of the engine's interface
 
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         target.copy_(sources[0])
@@ -167,14 +167,14 @@ class DeviceEngine(Engine):
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
         self.context.abort(why, failed=tuple(failed))
 
-    # -- how it is done
+    # -- launching
 
     def op(self, op: ReduceOp) -> Any:
-        """Return torch's object for a reduce operation; the factor of a PREMUL_SUM has been multiplied in."""
+        """Return torch's object for a reduce operation; a PREMUL_SUM's factor has been applied before."""
         return getattr(bindings().ReduceOp, "SUM" if op.name == "PREMUL_SUM" else op.name)
 
     def launch(self, plan: DevicePlan, tensors: Tensors, begin: Callable[[Any], Any]) -> None:
-        """Launch an operation of the whole group; what is launched next comes after it."""
+        """Launch an operation of the whole group; later launches are ordered after it."""
         count = sum(tensor.numel() for tensor in tensors)
         if not count and plan.row.kind not in (Kind.all_to_all, Kind.scatter):
             return  # on all ranks
@@ -184,7 +184,7 @@ class DeviceEngine(Engine):
         self._backend.settle(work, doing)
 
     def options(self, kind: str, timeout_s: float, **values: Any) -> Any:
-        """Return torch's options of a name, with values."""
+        """Return an object of torch's options class for ``kind``, with values."""
         options = getattr(bindings(), kind)()
         options.timeout = timedelta(seconds=timeout_s + _SLACK_SECONDS)
         for name, value in values.items():

@@ -1,7 +1,7 @@
-"""A backend of torch's that is made when the first operation comes, and how operations are launched on it.
+"""A torch backend that the first operation creates, and the launch of operations on it.
 
-The first operation with anybody connects, and may have to wait for the other ranks inside of torch; it is
-launched by a thread of its own, so that whoever calls can be interrupted.
+The first operation with a peer connects, and may have to wait for the other ranks inside of torch; a thread
+of its own launches it, so that the caller can be interrupted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _CLOSE_SECONDS = 5.0
 
 
 class LateBackend:
-    """One rank's.
+    """One rank's backend, created late.
 
     Args:
         context: this rank in the group.
         scheduler: how operations are launched on the device.
         name: of the group.
-        open_backend: makes the backend, and what else must live as long as that.
+        open_backend: makes the backend, and an object that must live as long.
 
     Attributes:
-        scheduler: that.
-        watch: looks after what is under way.
+        scheduler: the argument.
+        watch: watches the operations under way.
         launched: how many operations this rank has begun.
     """
 
@@ -61,7 +61,7 @@ class LateBackend:
         _backends.add(self)
 
     def refuse(self) -> None:
-        """Raise why no operation can be begun, or waited for, any more; if so."""
+        """Raise if no operation can be begun, or waited for, any more."""
         if self._context.is_aborted or self.watch.failure is not None:
             with self.watch.looking:
                 failure = self.watch.failure
@@ -70,14 +70,14 @@ class LateBackend:
     def launch(
         self, doing: str, seconds: float, site: str | None, begin: Callable[[Any], Any], ends: set[Hashable]
     ) -> Any:
-        """Begin an operation; a Work of torch's.
+        """Begin an operation; return torch's Work.
 
         Args:
             doing: what it is, for messages.
             seconds: how long it may take.
             site: the line of the program that called; default: that of the caller.
             begin: given the backend, begins it.
-            ends: whom it connects with, if that has not happened.
+            ends: the peers that it connects with, if it has not yet.
         """
         self.refuse()
         self.launched += 1
@@ -94,14 +94,14 @@ class LateBackend:
         return work
 
     def settle(self, work: Any, doing: str) -> None:
-        """Have what is launched next come after this."""
+        """Order later launches after this Work."""
         try:
             self.scheduler.settle(work, self.refuse)
         except RuntimeError as error:
             self._raise_cause(doing, error)
 
     def close(self) -> None:
-        """Leave: the backend is let go when all has ended, else it is aborted."""
+        """Shut the backend down when all operations have ended, else abort it."""
         self.watch.close()
         backend, self._backend = self._backend, None
         if backend is None or self.watch.failure is not None:
@@ -137,7 +137,7 @@ class LateBackend:
         return result
 
     def _raise_cause(self, doing: str, error: RuntimeError) -> NoReturn:
-        """An operation has failed inside of torch: raise why, as far as this group knows or soon learns."""
+        """Raise why an operation has failed inside of torch, as far as this group knows or soon learns."""
         if isinstance(error, DistError):
             raise error
         context, suspect = self._context, None
@@ -160,7 +160,7 @@ _backends: weakref.WeakSet[LateBackend] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """At exit: no thread of torch's may find the interpreter gone."""
+    """Close all at exit: no torch thread may outlive the interpreter."""
     for backend in tuple(_backends):
         backend.close()
 

@@ -1,4 +1,4 @@
-"""torch's ProcessGroupNCCL: whether it can be had, and how it is made."""
+"""torch's ProcessGroupNCCL: whether it is available, and its creation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ completion.py does it instead: an operation that fails ends with an error. The m
 would ask the store, whose code is Python, while the interpreter ends.
 """
 
-_SLACK_SECONDS = 60.0  # who watches the operations here gives them up before torch does
+_SLACK_SECONDS = 60.0  # the watch here gives operations up before torch does
 
 
 def bindings() -> Any:
-    """torch's own classes."""
+    """Return torch's own classes."""
     from torch._C import _distributed_c10d
 
     return _distributed_c10d
@@ -49,7 +49,7 @@ def why_no_nccl() -> str:
 
 
 def open_nccl(store: Store, rank: int, size: int, name: str, seconds: float) -> tuple[Any, Any]:
-    """One rank's ProcessGroupNCCL, and its store, which must live as long. Meets nobody yet.
+    """Return one rank's ProcessGroupNCCL, and its store, which must live as long. Does not connect yet.
 
     Args:
         store: one that only these ranks, and only for this purpose, use.
@@ -66,7 +66,7 @@ def open_nccl(store: Store, rank: int, size: int, name: str, seconds: float) -> 
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """SETTINGS, while the constructor reads the environment."""
+    """Apply SETTINGS to the environment while the constructor reads it."""
     added = {name: value for name, value in SETTINGS.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -1,9 +1,9 @@
 """Order the streams of a device before and after an operation.
 
-An operation is launched from the stream that is current for whoever calls it: it comes after what the
-program has launched there. A synchronous one makes that stream wait for its end; the host does not wait. One
-that is asynchronous is launched on a side stream, which waits for the program's; the program's goes on, and
-waits when the :class:`DeviceEvent` is joined.
+An operation is launched from the caller's current stream: it comes after what the program has launched there.
+A synchronous one makes that stream wait for its end; the host does not wait. One that is asynchronous is
+launched on a side stream, which waits for the program's; the program's goes on, and waits when the
+:class:`DeviceEvent` is joined.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Refuse = Callable[[], None]
 
 
 class DeviceEvent(Protocol):
-    """A point in what a device does.
+    """A point in a device's work.
 
     Attributes:
-        error: what the operation before it has failed with when it was launched.
+        error: the error with which the launch of the operation before it failed.
     """
 
     error: Exception | None
 
     def is_done(self) -> bool:
-        """Return whether the device has come there."""
+        """Return whether the device has reached it."""
 
     def join(self) -> None:
-        """Have what the caller launches from now on come after it."""
+        """Order what the caller launches from now on after it."""
 
 
 class StreamScheduler(Protocol):
@@ -44,16 +44,16 @@ class StreamScheduler(Protocol):
         """Launch an operation: before what the caller launches next, or concurrently if ``async_op``."""
 
     def settle(self, work: Any, refuse: Refuse) -> None:
-        """In an operation: have what is launched next come after a Work of torch's."""
+        """In an operation, order later launches after a torch Work."""
 
     def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:
-        """The end of a Work of torch's that stands beside all others, and of what is to follow it."""
+        """Return the end of a torch Work that runs concurrently, and of ``then``, which follows it."""
 
     def event(self) -> DeviceEvent:
-        """Where the caller is."""
+        """Return the caller's present point in the device's work."""
 
     def here(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Makes another thread launch where the caller does."""
+        """Return a function that makes a context in which another thread launches where the caller does."""
 
 
 class _CudaEvent(DeviceEvent):
@@ -70,7 +70,7 @@ class _CudaEvent(DeviceEvent):
 
 
 class _EndOfWork(DeviceEvent):
-    """The end of a Work of torch's."""
+    """The end of a torch Work."""
 
     def __init__(self, work: Any) -> None:
         self.error = None

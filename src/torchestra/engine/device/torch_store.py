@@ -1,4 +1,4 @@
-"""One of our stores, as torch's classes want it."""
+"""One of our stores, adapted to torch's store class."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torchestra.store import Store
 
 
 def store_for_torch(store: Store, seconds: float) -> Any:
-    """A store of torch.distributed over one of ours, which may be used from any thread.
+    """Return a store of torch.distributed over one of ours, for use from any thread.
 
-    What is returned must live as long as whoever uses it: torch holds only the half that is in C++.
+    The caller must keep it alive as long as its users: torch holds only the half that is in C++.
 
     Args:
         seconds: how long a wait may last.

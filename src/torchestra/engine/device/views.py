@@ -10,17 +10,17 @@ import torch
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor, as real numbers."""
+    """Return the elements of a contiguous tensor, as real numbers."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 
 def spanning(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor | None:
-    """Ranges of memory, (address, bytes), as one tensor of bytes, where they lie one after the other."""
+    """Return ranges of memory, (address, bytes), as one tensor of bytes; None unless they are adjacent."""
     filled = [each for each in ranges if each[1]]
     ends = accumulate((length for _, length in filled), initial=filled[0][0] if filled else 0)
     if any(address != end for (address, _), end in zip(filled, ends, strict=False)):
@@ -29,7 +29,7 @@ def spanning(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.T
 
 
 def at(address: int, length: int, device: torch.device) -> torch.Tensor:
-    """Memory of the device as a tensor of bytes."""
+    """Return memory of the device as a tensor of bytes."""
     if not length:
         return torch.empty(0, dtype=torch.uint8, device=device)
     view = _Memory(address, length)
@@ -39,7 +39,7 @@ def at(address: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 class _Memory:
-    """Describes memory by the protocols that NumPy and torch read."""
+    """Describe memory by the protocols that NumPy and torch read."""
 
     def __init__(self, address: int, length: int) -> None:
         self.__array_interface__ = self.__cuda_array_interface__ = {

@@ -380,7 +380,7 @@ def _look_around(
     ended = set(admission.ended())
     if has_died is not None:
         ended.update(filter(has_died, admission.waited_for))
-    lost = ended.intersection(_absent(context))  # not in the reverse order: ranks that have entered may end both
+    lost = ended.intersection(_absent(context))  # in this order: ranks that have entered may end both
     trouble.look(context, now=bool(lost))
     if died := lost.union(context.peers.dead() if context.peers is not None else ()):
         names = ", ".join(map(context.describe, sorted(died)))

@@ -1,1 +1,1 @@
-"""The memory that the ranks of a group share: its layout, how it is mapped, how its descriptor is passed."""
+"""The memory that the ranks of a group share: its layout, mapping, and the passing of its descriptor."""

@@ -1,21 +1,22 @@
 """The memory that the ranks of a group share: one anonymous memory file, mapped by each of them.
 
-A memory file (``memfd_create``) is nowhere in the file system, so nothing is left there whatever is killed,
-and it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far
-larger than what is ever touched. It cannot shrink (a seal), so that nobody who has it mapped can be made to
-fault. Where there is no ``memfd_create`` it is a file in ``/dev/shm`` after all (memory_files.py); memory of
-that is reserved before it is used, because writing where the file system has no room ends the process.
+A memory file (``memfd_create``) is nowhere in the file system, so it leaves nothing there whichever process
+is killed, and it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena
+are far larger than what is ever touched. It cannot shrink (a seal), so that no process that has it mapped can
+be made to fault. Where there is no ``memfd_create`` it is a file in ``/dev/shm`` instead (memory_files.py);
+the arena reserves memory in that before using it, because writing where the file system has no room ends the
+process.
 
 The heaps are by far the largest part, and the only one whose size matters to the address space, of which
-a process has 128 TiB. So a rank maps them when it first has to do with them, and most groups never need
-them. Those of one group are at most a part of what is left, so that there is always some for the next: the
-hundredth group of 8 ranks, on a machine with 2 TiB, can still have 20 GiB a rank. How large they are, rank 0
-decides: ranks may see different amounts of memory, or be under different limits.
+a process has 128 TiB. So a rank maps them when it first needs them, and most groups never do. Those of one
+group are at most a part of what is left, so that there is always some for the next: the hundredth group of 8
+ranks, on a machine with 2 TiB, can still have 20 GiB a rank. Rank 0 decides how large they are: ranks may see
+different amounts of memory, or be under different limits.
 
-Core dumps leave out what lies behind the records. A dump reads every page of a mapping, and reading a page
-of a sparse file that was never touched takes memory for it.
+Core dumps leave out everything after the records. A dump reads every page of a mapping, and reading a page of
+a sparse file that was never touched takes memory for it.
 
-Each rank keeps its descriptor open, for ``torchestra top`` to find it by, and a process holds a lock on the
+Each rank keeps its descriptor open, by which ``torchestra top`` finds it, and a process holds a lock on the
 first byte of the control block of the rank that it is, by which the others see that it lives (liveness.py).
 """
 
@@ -89,7 +90,7 @@ def _limit(which: int) -> int | None:
 
 
 class Arena:
-    """A mapped arena. A mapping lives as long as anything that points into it.
+    """A mapped arena. A mapping lives as long as any object that points into it.
 
     Attributes:
         bytes: all but the heaps.
@@ -114,7 +115,7 @@ class Arena:
 
     @property
     def choices(self) -> Choices:
-        """Return the thresholds of the group, as whoever made the arena has them."""
+        """Return the thresholds of the group, set by the rank that made the arena."""
         return Choices(*(self.word(at.HEADER_CHOICES + 8 * n) for n in range(len(fields(Choices)))))
 
     @property
@@ -147,7 +148,7 @@ class Arena:
     def make_heap_private(self, start: int, length: int, *, keep: bool) -> None:
         """Replace the pages of a range of the heaps by copies that only this process sees.
 
-        What other threads of this process write meanwhile is not lost.
+        Concurrent writes by other threads of this process are not lost.
 
         Args:
             keep: leave the memory that the copies are made of to the other ranks. Otherwise that of whole
@@ -169,11 +170,11 @@ class Arena:
 
     @property
     def descriptor(self) -> int:
-        """Return that of the arena's file; it is the arena's, and is not to be closed."""
+        """The descriptor of the arena's file; the arena owns it, so callers must not close it."""
         return self._file.descriptor
 
     def hold(self, rank: int) -> None:
-        """Let the others see, from now on and for as long as this process lives, that it is this rank.
+        """Show the others, from now on and for as long as this process lives, that it is this rank.
 
         Raises:
             DistBackendError: another process is.
@@ -191,7 +192,7 @@ class Arena:
         return self._file.is_held(self.control(rank))
 
     def reserve_heap(self, start: int, length: int) -> None:
-        """Make sure that there is memory for a range of the heaps, where the system may have none to add.
+        """Reserve memory for a range of the heaps, where the system may run out of it.
 
         Raises:
             DistBackendError: there is none left.
@@ -249,10 +250,11 @@ class Arena:
 
     @classmethod
     def attach(cls, descriptor: int, layout: at.Layout) -> Arena:
-        """Map an arena that another rank made, and check that both mean the same by it.
+        """Map an arena that another rank made, and check that its layout is the expected one.
 
         Args:
-            layout: the one expected, but for the size of the heaps, which whoever made the arena decides.
+            layout: the one expected, but for the size of the heaps, which the rank that made the arena
+                decides.
         """
         nbytes = os.fstat(descriptor).st_size
         (heap_bytes,) = struct.unpack("=q", os.pread(descriptor, 8, at.HEADER_HEAP_BYTES).ljust(8, b"\0"))
@@ -295,7 +297,7 @@ class Arena:
         return bytes(self.bytes[offset : offset + length]).decode(errors="replace")
 
     def set_text(self, offset: int, most: int, text: str) -> int:
-        """Write as much of the text as fits; the number of bytes written."""
+        """Write as much of the text as fits; return the number of bytes written."""
         raw = text.encode(errors="replace")[:most]
         self.bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
         return len(raw)

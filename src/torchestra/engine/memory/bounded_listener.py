@@ -1,10 +1,10 @@
 """A listening Unix socket that strangers cannot fill.
 
-Whoever knows a name can connect to an abstract Unix socket, and names can be seen by everybody on the host.
-So a connection of another user is ended at once, as the kernel tells whose it is; and of this user's own,
-those that have not proved themselves are held at a bounded cost: each has a limited time, of too many the
-oldest has to go, and if no descriptors are left, one of them goes. A process of the job that had to go
-comes again by itself.
+Any process that knows its name can connect to an abstract Unix socket, and every process on the host can see
+the names. So the listener ends a connection of another user at once, as the kernel tells whose it is; and of
+this user's own, it holds those that have not proved themselves at a bounded cost: each has a limited time, of
+too many it drops the oldest, and if no descriptors are left, it drops one. A process of the job that was
+dropped connects again by itself.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _BREATH = 0.05
 
 
 class BoundedListener:
-    """Listens at an abstract Unix socket (SOCK_SEQPACKET) for processes of this user; for one thread.
+    """Listen at an abstract Unix socket (SOCK_SEQPACKET) for processes of this user; for one thread.
 
     Args:
         name: of the socket, without the leading zero byte.
-        what: what is listened for, for the log, such as ``"group 'default'"``.
+        what: the purpose, for the log, such as ``"group 'default'"``.
         timeout_s: how long a connection has to prove itself.
-        expected: asked for how many processes of the job are still to come; they have room besides
+        expected: returns how many processes of the job are still to come; they have room in addition to
             :data:`MOST_STRANGERS`.
-        refusals: where to log who is turned away.
+        refusals: logs the refused connections.
 
     Raises:
         OSError: the name is taken, or no descriptors are left.
@@ -69,10 +69,10 @@ class BoundedListener:
             raise
 
     def ready(self, timeout_s: float) -> Iterator[socket.socket]:
-        """Yield the connections (non-blocking) on which something has come, or that have ended.
+        """Yield the connections (non-blocking) that have data to read, or have ended.
 
-        Takes in new ones, and ends those whose time is over. The caller reads from each, and calls
-        :meth:`drop` or :meth:`release` once it knows who it is.
+        Accepts new ones, and ends those whose time is over. The caller reads from each, and calls
+        :meth:`drop` or :meth:`release` once it has identified the peer.
 
         Args:
             timeout_s: how long to wait for something to do; 0 to return at once.
@@ -84,7 +84,7 @@ class BoundedListener:
             assert isinstance(connection, socket.socket)
             if connection in self._deadlines:
                 yield connection
-        # Last: newcomers drive out the oldest, who may just have said something.
+        # Last: new connections displace the oldest, which may just have sent something.
         if self._listener in came:
             self._accept()
         now = time.monotonic()
@@ -104,7 +104,7 @@ class BoundedListener:
         connection.close()
 
     def release(self, connection: socket.socket) -> None:
-        """Leave a connection to the caller, who knows now whose it is."""
+        """Leave a connection to the caller, which has identified the peer."""
         del self._deadlines[connection]
         self._selector.unregister(connection)
 
@@ -136,7 +136,7 @@ class BoundedListener:
                 self.drop(next(iter(self._deadlines)))
 
     def _make_room(self, error: OSError) -> None:
-        """No descriptors are left, most likely: if not by letting somebody go, there will be some in time."""
+        """Drop a connection, as most likely no descriptors are left; if there is none, accept none for a moment."""
         if self._deadlines:
             self.drop(next(iter(self._deadlines)))
             return
@@ -145,7 +145,7 @@ class BoundedListener:
         self._rest_until = time.monotonic() + _BREATH
 
     def _rest(self, timeout_s: float) -> None:
-        """Take in nobody for a moment; without it, a caller who waits for newcomers would spin."""
+        """Accept no connection for a moment; without it, a caller that waits for one would spin."""
         if timeout_s:
             time.sleep(max(0.0, min(timeout_s, self._rest_until - time.monotonic())))
         if time.monotonic() >= self._rest_until:

@@ -1,4 +1,4 @@
-"""Descriptor passing: a server gives a descriptor to every rank that proves itself, and to nobody else.
+"""Descriptor passing: a server gives a descriptor to every rank that proves itself, and to no other process.
 
 The server listens at an abstract Unix socket, which leaves nothing in the file system and has a random name.
 What both sides prove is a key made of a random *token*, which only ranks of the group can read (in the store,
@@ -10,11 +10,13 @@ user the other one is. One connection carries four packets (SOCK_SEQPACKET, so t
     rank    ->  HMAC-SHA256(key, "rank" + rank + both nonces)
     server  ->  a verdict, and with :data:`_GIVEN` the descriptor
 
-A rank that has the descriptor may keep the connection, and hears by its end that the server is done, or gone.
+A rank that has the descriptor may keep the connection, and learns from its end that the server is done, or
+gone.
 
-Nobody can listen under the server's name while the server lives; whoever does so afterwards fails the second
-step. The server serves all connections at once, gives each :data:`_PROOF_SECONDS`, and drops the oldest of
-too many; a rank that is dropped comes again. So whoever connects, says nonsense or nothing holds up no rank.
+No process can listen under the server's name while the server lives; one that does so afterwards fails the
+second step. The server serves all connections at once, gives each :data:`_PROOF_SECONDS`, and drops the
+oldest of too many; a rank that is dropped connects again. So a connection that sends nonsense, or nothing,
+delays no rank.
 """
 
 from __future__ import annotations
@@ -61,17 +63,18 @@ class _Challenged(NamedTuple):
 
 
 class DescriptorServer:
-    """Gives a descriptor out. A context manager; call :meth:`serve` until nobody is :attr:`waited_for`.
+    """Give a descriptor out. A context manager; call :meth:`serve` until :attr:`waited_for` is empty.
 
     Args:
-        ranks: who is to be given the descriptor, each once; a range may be large, it is not gone through.
-        taken: those of the ranks that need nothing, and that nobody else may be.
-        keeps: hold the connections of those who have been given the descriptor until :meth:`close`, or until
-            they end them, which :meth:`ended` tells.
+        ranks: the ranks to give the descriptor to, each once; a range may be large, as it is not iterated
+            over.
+        taken: those of the ranks that need nothing, and that no process may claim to be.
+        keeps: hold the connections of ranks that have the descriptor until :meth:`close`, or until they end
+            them, which :meth:`ended` tells.
         address, token: the name of the socket, and the token; default: random ones.
 
     Attributes:
-        invitation: what the others must be told.
+        invitation: the text that the others need.
         given: the ranks that have come, in this order.
     """
 
@@ -90,7 +93,7 @@ class DescriptorServer:
         self.invitation = f"{address}:{token}"
         self._address = "\0" + address
         self._keeps = keeps
-        self._kept: dict[int, tuple[int, socket.socket]] = {}  # by descriptor, and whose
+        self._kept: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: the rank and its connection
         self._ends = select.poll()
         self.given: list[int] = []
         self._ranks = ranks
@@ -125,14 +128,14 @@ class DescriptorServer:
             connection.close()
 
     def wake(self) -> None:
-        """Have a :meth:`serve` that another thread is in return soon."""
+        """Make a :meth:`serve` in another thread return soon."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
             caller.setblocking(False)
             with contextlib.suppress(OSError):
                 caller.connect(self._address)
 
     def serve(self, descriptor: int, timeout_s: float = _TICK) -> None:
-        """Do what can be done; wait up to ``timeout_s`` for something to do."""
+        """Handle all connections that are ready; wait up to ``timeout_s`` for one."""
         for connection in self._listener.ready(timeout_s):
             self._hear(connection, descriptor)
 
@@ -169,7 +172,7 @@ class DescriptorServer:
             self._listener.drop(connection)
 
     def _challenge(self, connection: socket.socket, hello: bytes) -> bool:
-        """Answer a hello; False if it is none."""
+        """Answer a hello; return False if it is none."""
         if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
             return False
         _, rank, nonce = _HELLO.unpack(hello)
@@ -180,7 +183,7 @@ class DescriptorServer:
         return True
 
     def _judge(self, connection: socket.socket, peer: _Challenged, answer: bytes, descriptor: int) -> bool:
-        """Give the descriptor, or say why not; whether it was given."""
+        """Give the descriptor, or say why not; return whether it was given."""
         if not _is_proof(answer, self._key, "rank", peer.rank, peer.nonces):
             self._refusals.warn(
                 "group %r: a process that says it is rank %s does not know the group's key: %s",
@@ -200,7 +203,7 @@ class DescriptorServer:
 
 
 class DescriptorRequest:
-    """A rank's way to the descriptor that a server gives, by one connection after the other; waits for none.
+    """A rank's request for the descriptor of a server, by one connection after the other; never blocks.
 
     Args:
         invitation: of the server.
@@ -216,7 +219,7 @@ class DescriptorRequest:
         self.connection: socket.socket | None = None
 
     def advance(self) -> int | None:
-        """Do what can be done now; return the descriptor, which is the caller's, once the server gives it.
+        """Take the steps possible now; return the descriptor, now the caller's, once the server gives it.
 
         Raises:
             DistBackendError: the server is not there, is not what it should be, or refuses this rank.
@@ -229,7 +232,7 @@ class DescriptorRequest:
         except (BlockingIOError, InterruptedError):
             return None
         except (ConnectionResetError, BrokenPipeError):
-            self.close()  # the server had too many connections, or none of its time for us yet
+            self.close()  # the server had too many connections, or no time for this one yet
             return None
         except OSError as error:
             self.close()
@@ -250,7 +253,7 @@ class DescriptorRequest:
             self.connection = None
 
     def sleep(self, timeout_s: float) -> None:
-        """Sleep until the server has answered, or for so long."""
+        """Sleep until the server has answered, at most ``timeout_s``."""
         if self.connection is None:
             time.sleep(min(timeout_s, _TICK))
         else:
@@ -309,7 +312,7 @@ class DescriptorRequest:
 
 
 def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline) -> int:
-    """Return the descriptor that a server gives to this rank, which is now the caller's.
+    """Return the descriptor that a server gives to this rank; the caller owns it.
 
     Args:
         deadline: when to stop trying.
@@ -326,7 +329,7 @@ def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline:
 def request_descriptor(
     invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline
 ) -> tuple[int, socket.socket]:
-    """:func:`fetch`, and the connection, for :func:`await_end`; both are the caller's."""
+    """Do as :func:`fetch`; return the connection too, for :func:`await_end`; the caller owns both."""
     request = DescriptorRequest(invitation, secret, rank, name)
     try:
         while (descriptor := request.advance()) is None:

@@ -1,6 +1,6 @@
-"""An arena seen from outside of its group: mapped read-only, believed only after it was checked.
+"""An arena seen from outside of its group: mapped read-only, and checked before use.
 
-Whoever may read a process's /proc may do this: processes of the same user.
+Any process that may read another's /proc may do this: those of the same user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 50
 
 
 class ForeignArena:
-    """The header, the control blocks and the records of an arena; what lies behind is not mapped.
+    """The header, the control blocks and the records of an arena; the rest is not mapped.
 
     Args:
         descriptor: of the memory file, open for reading. It is not needed any more afterwards.
@@ -54,7 +54,7 @@ class ForeignArena:
 
     @property
     def made(self) -> int:
-        """Return when it was made, in nanoseconds of CLOCK_MONOTONIC."""
+        """Return when the arena was made, in nanoseconds of CLOCK_MONOTONIC."""
         return self.word(at.HEADER_NANOSECONDS)
 
     def process(self, rank: int) -> tuple[int, int]:

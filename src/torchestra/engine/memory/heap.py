@@ -1,11 +1,11 @@
 """Tensors that lie in the arena: an allocator over the part of it that belongs to this rank.
 
-First fit over a list of free ranges, neighbours merged. A tensor's range comes back when its storage dies.
-Nobody else allocates here, so no peer has to be asked.
+First fit over a list of free ranges, neighbours merged. A tensor's range comes back when its storage dies. No
+other rank allocates here, so this takes no communication.
 
-Pages of large ranges are handed back to the system, but not at once: to get new ones takes many times as long
-as what is done with them (16 MiB: 100 ms instead of 8), and who makes a tensor in every step of a loop wants
-one of the same length again. So the last few of a moderate length are kept as they are, as malloc does.
+Pages of large ranges are handed back to the system, but not at once: getting new ones takes many times as
+long as using them (16 MiB: 100 ms instead of 8), and a program that makes a tensor in every step of a loop
+wants one of the same length again. So the last few of a moderate length are kept as they are, as malloc does.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Heap:
         self._when_mapped = when_mapped
         self._free: list[tuple[int, int]] = [(0, arena.layout.heap_bytes)]
         # A finaliser may run at any moment, also in the middle of an allocation and on the same thread: it
-        # only leaves a note here, and the next allocation does the rest.
+        # only notes the range here, and the next allocation does the rest.
         self._freed: collections.deque[tuple[int, int]] = collections.deque()
-        # Free ranges that still have their pages, the oldest first. Whoever pops one has it.
+        # Free ranges that still have their pages, the oldest first. The thread that pops one owns it.
         self._kept: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self._inherited = False
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Leave the memory, in a forked child, to the parent, which gives it out and takes it back."""
+        """In a forked child, leave the memory to the parent, which allocates and frees it."""
         self._inherited = True
 
     @property
@@ -88,7 +88,7 @@ class Heap:
         return offset if 0 <= offset < self._arena.layout.heap_bytes else at.NOT_SHARED
 
     def take(self, length: int) -> int:
-        """Take a range of this heap, which is nobody else's until it is given back; return where it begins.
+        """Take a range of this heap exclusively, until it is given back; return where it begins.
 
         Raises:
             InvalidArgumentError: no range of the length is left.
@@ -152,7 +152,7 @@ class Heap:
         return None
 
     def give(self, offset: int, length: int) -> None:
-        """Give back what :meth:`take` has found; may be called anywhere, by finalisers too."""
+        """Give back a range from :meth:`take`; may be called anywhere, by finalisers too."""
         length = at.align(length, _UNIT)
         if self._inherited:
             return  # only the child's view of the tensor is gone
@@ -192,6 +192,6 @@ class Heap:
 
 
 def find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
-    """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
+    """Tell the kernels, one of which may be running, where the heaps are, and then how long."""
     shared_words.store_ordered(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
     shared_words.store_ordered(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)

@@ -1,7 +1,7 @@
 """Memory files, and ranges of them in this process's address space.
 
-Not Python's ``mmap``: every object of that keeps a descriptor of its own, where one a group is enough,
-and none can replace some pages of a mapping.
+Not Python's ``mmap``: each of its objects keeps a descriptor of its own, where one per group is enough, and
+none can replace some pages of a mapping.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MemoryFile:
         return holder(self.descriptor, offset) is not None
 
     def map(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
-        """Map a range that begins at a page, for as long as anything points into the array.
+        """Map a range that begins at a page, for as long as any object points into the array.
 
         Raises:
             OSError: there is no address space for it.
@@ -117,7 +117,7 @@ class MemoryFile:
 
 
 def map_to_read(descriptor: int, length: int) -> npt.NDArray[np.uint8]:
-    """Map the beginning of a file, only to be read, for as long as anything points into the array.
+    """Map the beginning of a file, only to be read, for as long as any object points into the array.
 
     Raises:
         OSError: it cannot be mapped.

@@ -1,1 +1,1 @@
-"""The flight recorder: what every rank did last, and the reports made of it."""
+"""The flight recorder: what every rank did last, and the reports made from it."""

@@ -16,11 +16,11 @@ _NOT_THE_USERS = (*(os.path.join(folder, "") for folder in _FOLDERS), "<frozen "
 
 
 def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
-    """``file:line in function`` of a thread.
+    """Return ``file:line in function`` of a thread.
 
     Args:
         thread: its identifier; default: the calling one.
-        otherwise: the thread to tell of if that one is torchestra's own, without a line of the program.
+        otherwise: the thread to report on if that one is torchestra's own, without a line of the program.
     """
     # Not the frame of this function, which would keep itself alive, and with it all that its callers hold.
     own = thread is None or thread == threading.get_ident()

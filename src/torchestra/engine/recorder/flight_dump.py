@@ -1,4 +1,4 @@
-"""Keeping a group's flight record when its arena goes: a trace file in the directory TORCHESTRA_RECORD."""
+"""Keep a group's flight record when its arena goes: a trace file in the directory TORCHESTRA_RECORD."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def dump_flight_record(arena: Readable, directory: str | None = None, ended: flo
     """Write the record of all ranks into a file of the directory; never raises.
 
     Args:
-        directory: default: what the environment names, if anything.
-        ended: by ``time.monotonic()``, when the ranks were stopped, if that was not just now. What they
-            were in then went on no longer.
+        directory: default: the one that the environment names, if any.
+        ended: by ``time.monotonic()``, when the ranks were stopped, if that was not just now. Operations in
+            progress are shown until then.
     """
     directory = directory or os.environ.get(at.RECORD_VARIABLE)
     if not directory:

@@ -22,7 +22,7 @@ class FlightEntry:
         root: of a collective that has one.
         count: elements, where all ranks come with the same number; else None.
         nbytes: what the rank gave or got, whichever is more.
-        peer: of a message, the other rank; None of a receive from any rank that has not come.
+        peer: of a message, the other rank; None for a receive from any rank whose message has not come.
         tag: of a message.
         blocking: the call that began it waits for it (always true of collectives: whether the program
             does is not recorded).
@@ -50,7 +50,7 @@ class FlightEntry:
     waited_for: int | None
 
     def __str__(self) -> str:
-        """As error messages tell it: ``all_reduce(SUM, float32, 1024 elements)``."""
+        """Return it as in error messages: ``all_reduce(SUM, float32, 1024 elements)``."""
         words = [self.op, self.dtype]
         if self.kind in ("send", "recv") and self.tag is not None:
             way = "to" if self.kind == "send" else "from"
@@ -72,15 +72,15 @@ class RankRecord:
     Attributes:
         rank: in the group's numbering.
         pid: its process, 0 if it has not come.
-        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"missing_indices"``;
+        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"absent"``;
             ``"unknown"``, and nothing else is known, where its host did not answer.
         operations: its last collectives, at most 256.
         messages: its last sends and receives, at most 256.
         operations_begun, messages_begun: how many there were in all.
         operation_bytes, message_bytes: of all that have ended.
         operations_waited, messages_waited: seconds, in collectives and in blocking receives.
-        waited_for: by rank, seconds of both. Of ranks waited for to get to the same point, the one that came
-            last has it all. Of ranks on other hosts it is not told, and 0.
+        waited_for: by rank, seconds of both. Of several ranks waited for at the same point, the last to come
+            has all the time. For ranks on other hosts it is not recorded, and 0.
         waiting_for: the rank that it waits for in a collective at this moment, or None; None also
             while it waits for other hosts.
         waiting_since: when that wait began, by ``time.monotonic()``, or None.

@@ -1,6 +1,6 @@
-"""The flight record as people read it: what the rings in an arena say (recorder.py), decoded.
+"""The flight record for readers: the rings in an arena (recorder.py), decoded.
 
-Reads only, never trusts what it reads, and needs no torch: an arena is read by its ranks and, mapped
+This only reads, never trusts what it reads, and needs no torch: an arena is read by its ranks and, mapped
 read-only, by ``torchestra top`` and ``torchestra report``.
 """
 
@@ -25,7 +25,7 @@ from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, P
 from torchestra.engine.recorder.trace import trace_of, write_trace
 from torchestra.errors import InvalidArgumentError, shown
 
-_MOST_RANKS = 1 << 20  # of a group; if it says more, what says so is damaged
+_MOST_RANKS = 1 << 20  # of a group; an arena that says more is damaged
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
 # Kernels have no annotations: they take words, here addresses.
 _read_ring: Any = recorder.read_ring
@@ -48,7 +48,7 @@ class Readable(Protocol):
 class FlightRecord:
     """The last collectives and messages of all ranks of a group.
 
-    Where the group has several hosts: of all of them, see ``hosts``.
+    Where the group has several hosts, it covers all of them: see ``hosts``.
 
     Attributes:
         group: its name.
@@ -73,7 +73,7 @@ class FlightRecord:
         """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev.
 
         Raises:
-            OSError: the file cannot be written, as open() raises it for this path.
+            OSError: the file cannot be written; as raised by open() for this path.
             InvalidArgumentError: no file can have that name.
         """
         try:
@@ -88,7 +88,7 @@ class FlightRecord:
 
 
 def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
-    """Return the record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
+    """Return the current record of all ranks; of each at most the ``last`` entries of either kind."""
     scale = tick_scale(arena)
     group_ranks, size = _numbering(arena)
     host = _host_name(arena)
@@ -104,7 +104,7 @@ def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
 
 
 def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
-    """By place in the arena, what the group calls a rank; and how many it has in all."""
+    """Return, by place in the arena, the rank in the group; and the size of the group."""
     size = arena.layout.size
     whole = arena.word(at.HEADER_GROUP_SIZE)
     if not size <= whole <= _MOST_RANKS:

@@ -1,9 +1,9 @@
 """Flight records in Chrome's trace event format, which Perfetto and chrome://tracing show.
 
 One process of the trace is a group, one track a rank: its collectives and blocking messages; background
-messages lie beside it. Times are microseconds of the host's monotonic clock, so records of several groups of
-one host fit together; traces of several hosts are put together by what these took for the time of day. An
-arrow leads from the rank that came last to an operation to each that waited for it.
+messages are shown next to it. Times are microseconds of the host's monotonic clock, so records of several
+groups of one host fit together; traces of several hosts are aligned by the hosts' times of day. An arrow
+leads from the rank that came last to an operation to each that waited for it.
 
 The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -56,7 +56,7 @@ def trace_of(records: Sequence[GroupRecord]) -> dict[str, Any]:
 
 
 def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One trace of the events of several, whose groups are numbered anew."""
+    """Return one trace of the events of several, with their groups renumbered."""
     events: list[Event] = []
     groups = 0
     first: dict[str, Any] = {}
@@ -93,8 +93,8 @@ def replacing(path: str | Path) -> Iterator[TextIO]:
     """Yield a new file to write to, which takes the place of ``path`` in the end, or is deleted after an
     error.
 
-    In a directory that others may write to as well, such as /tmp, nobody can have it written elsewhere: its
-    name until then is random, and a link that lies at ``path`` is replaced, not followed.
+    In a directory that others may write to as well, such as /tmp, no other user can divert it: its name until
+    then is random, and a link that lies at ``path`` is replaced, not followed.
     """
     new = f"{path}.{secrets.token_hex(8)}.new"
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -173,7 +173,7 @@ def _slice(pid: int, rank: RankRecord, entry: FlightEntry, taken: float) -> Even
 
 
 def _background(pid: int, rank: RankRecord, entry: FlightEntry, taken: float) -> list[Event]:
-    """Messages that go on beside each other, and beside collectives, are "async" events."""
+    """Return messages that run concurrently with each other, and with collectives, as "async" events."""
     ended = taken if entry.ended is None else entry.ended
     both = {
         "name": f"{entry.kind} in the background",
