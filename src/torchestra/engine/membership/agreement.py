@@ -37,9 +37,9 @@ writes the exclusion before it says that it comes, and voids an epoch that names
 
 Termination. Let the last death have happened and be known, and let each live rank come, be excluded, or
 leave. From then on the lowest rank that has come waits for no other and proposes; any rank that looks voids
-an epoch that names a dead rank; the survivors of the epoch after it all get ready. The others wait for a rank
-that lives and never comes until the deadline, and then name it. Nothing is ever locked: a process that dies
-between any two steps leaves registers from which the others go on.
+an epoch that names a dead rank; the survivors of the epoch after it all get ready. Until the deadline, the
+others wait for a rank that lives and never comes; then they name it. Nothing is ever locked: a process that
+dies between any two steps leaves registers from which the others go on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The registers of a membership agreement, for ranks that share an arena.
 
-The arena outlives any process, the store's server included. One of its words, the *decision*, holds the
-epoch, the state and the proposer, and changes by compare-and-exchange alone. Before it proposes, a rank
-writes the survivors, and the key under which it hands the new arena out, into its own block.
+The arena survives the death of any process, the store's server included. One of its words, the *decision*,
+holds the epoch, the state and the proposer, and changes by compare-and-exchange alone. Before it proposes, a
+rank writes the survivors, and the key under which it hands the new arena out, into its own block.
 
 Why the ballot's invariants hold (agreement.py). A proposal is written by its proposer only, before its epoch
 is proposed. Two lie side by side, by the epoch's parity. So a rank that has read PROPOSED(n) or COMMITTED(n)

@@ -136,7 +136,7 @@ class BoundedListener:
                 self.drop(next(iter(self._deadlines)))
 
     def _make_room(self, error: OSError) -> None:
-        """Drop a connection, as most likely no descriptors are left; if there is none, accept none for a moment."""
+        """Drop a connection, as most likely no descriptors are left; with none to drop, pause accepting."""
         if self._deadlines:
             self.drop(next(iter(self._deadlines)))
             return

@@ -9,9 +9,9 @@ lists, and each writes the outcome into its segment's memory, where the ranks of
 
 A rank makes two requests to the store, one that has opened a segment makes five more, and one for each rank
 that gets in: O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads,
-and the outcome, which one rank per host reads, and which is packed (a few bytes per host). No rank polls: one
-that waits within a host learns from the end of its connection to the segment that the outcome is there. A
-rank in a segment holds a lock on it until it has entered the group (:class:`Residents`)::
+and the outcome, which one rank per host reads, and which is packed (a few bytes per host). No rank polls the
+store: one that waits within a host learns from the end of its connection to the segment that the outcome is
+there. A rank in a segment holds a lock on it until it has entered the group (:class:`Residents`)::
 
     finding/here/R          rank R has come; among threads, which host it says it is on
     finding/segment/ID/N    "R:host:invitation", the N-th segment of that id, and the rank that opened it
