@@ -1,7 +1,7 @@
-"""The command line: which commands there are, and how each is found.
+"""The command line: the table of commands, and the function that runs one.
 
 A command is a module with ``add_arguments(parser)`` and ``main(options) -> int``; it is imported only
-when it is asked for, so that ``torchestra --help`` and ``torchestra run`` do not pay for the others.
+when the user names it, so that ``torchestra --help`` and ``torchestra run`` do not pay for the others.
 To add one, add a line to ``COMMANDS``.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where a command is implemented, and its line in the overview."""
+    """The module that implements a command, and the command's line in the overview."""
 
     module: str
     summary: str
@@ -32,10 +32,10 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of ``torchestra``; the exit code (2 where the arguments are wrong).
+    """Run one command of ``torchestra``; return the exit code (2 if the arguments are wrong).
 
     Args:
-        arguments: what follows the program's name; by default this process's own.
+        arguments: the arguments after the program's name; by default those of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in COMMANDS:

@@ -18,8 +18,8 @@ time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutE
 the machine, the network  :class:`DistNetworkError`, :class:`DistStoreError`
 ========================  =====================================================================
 
-The four bases carry the names of torch.distributed's public error types, so that code which catches
-those by name keeps its meaning. A failed ``assert`` inside torchestra is a bug of torchestra.
+The four bases carry the names of torch.distributed's public error types, so that code that catches
+these by name keeps its meaning. A failed ``assert`` inside torchestra is a bug of torchestra.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MOST_SHOWN = 100
 
 
 class _Brief(reprlib.Repr):
-    """Shows containers by their first elements, and tensors without looking at these, which may be gone."""
+    """Shows the first elements of containers, and no elements of tensors, whose memory may be gone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Brief(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Return a value as it is put in messages: on one line, not too long, and whatever its ``repr`` does."""
+    """Return a value as text for messages: on one line, not too long, even if its ``repr`` raises."""
     try:
         text = _Brief().repr(value)
     except Exception:
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def named(ranks: Sequence[int], most: int | None = None) -> str:
-    """Return ranks as messages name them: ``rank 3``, ``ranks 0, 2``; of more than ``most`` only how many."""
+    """Return ranks as messages name them: ``rank 3``, ``ranks 0, 2``; only count those beyond ``most``."""
     rest = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{rest}"
 
@@ -115,7 +115,7 @@ class DistNetworkError(DistError):
 
 
 class DistStoreError(DistError):
-    """A key-value store could not do what it was asked."""
+    """A key-value store could not carry out a request."""
 
 
 class InvalidArgumentError(DistError, ValueError):
@@ -127,21 +127,21 @@ class NotInitializedError(DistError, ValueError):
 
 
 class NothingToDestroyError(NotInitializedError, AssertionError):
-    """There is no default group to destroy; an AssertionError too, as where programs expect torch's."""
+    """There is no default group to destroy. An AssertionError as well, because torch raises one there."""
 
 
 class NotReadyError(DistError):
-    """An object cannot do this yet; the message says what must come before. Nothing was sent."""
+    """An object cannot do this yet; the message says what must happen first. Nothing was sent."""
 
 
 class GroupDestroyedError(DistBackendError):
-    """The group was destroyed by this rank; nothing can be sent over it any more."""
+    """This rank has destroyed the group; nothing can be sent over it any more."""
 
 
 class ForkedProcessError(GroupDestroyedError):
-    """A process that was forked from a rank has used a group of that rank, of which it is no part.
+    """A process forked from a rank used a group of that rank, but is not a member of the group.
 
-    Nothing was sent, and the rank is not disturbed.
+    Nothing was sent, and the rank is not affected.
     """
 
 
@@ -156,48 +156,48 @@ class CollectiveMismatchError(DistBackendError):
 class GroupAbortedError(DistBackendError):
     """Another rank left an operation of this group halfway, so the group can no longer be used.
 
-    Destroy it, and make a new one if the ranks go on.
+    Destroy it, and make a new one if the ranks are to go on.
     """
 
 
 class LateMismatchError(CollectiveMismatchError, GroupAbortedError):
-    """The ranks of a group called different operations, and some had gone on when that was found.
+    """The ranks of a group called different operations, and some had gone on before this was found.
 
-    That can be where one of them was a small broadcast, reduce, gather or scatter, in which no rank waits for
-    those whom it has nothing from. Raised on every rank, by this or a later operation; the group can no
-    longer be used.
+    This can happen if one of the operations was a small broadcast, reduce, gather or scatter, in which a rank
+    does not wait for ranks that send it nothing. Raised on every rank, by this or a later operation; the
+    group can no longer be used.
     """
 
 
 class GradientReductionError(DistError):
-    """The gradients of a DistributedDataParallel were not each computed once between two reductions.
+    """Some gradient of a DistributedDataParallel was not computed exactly once between two reductions.
 
-    Raised on the ranks where that happened; the gradients of the step are not averaged there. Ranks that wait
-    for such a rank hear of it when it leaves the group.
+    Raised on the ranks where this happened; the gradients of the step are not averaged there. Ranks that wait
+    for such a rank get an error when it leaves the group.
     """
 
 
 class UnevenInputsError(DistError):
-    """A rank has run out of inputs in a Join with ``throw_on_early_termination``.
+    """A rank ran out of inputs in a Join with ``throw_on_early_termination``.
 
     Raised on every rank of the group; the group stays usable.
     """
 
 
 class JoinInterruptedError(DistError):
-    """An exception has ended a Join on another rank, which will not take part in its steps any more.
+    """An exception ended a Join on another rank, which takes no further part in its steps.
 
     Raised on the ranks that would have waited for it; the group stays usable.
     """
 
 
 class ObjectTransferError(DistError):
-    """An object could not be pickled on the rank that has it, or not be unpickled on the one that gets it.
+    """An object could not be pickled on the rank that has it, or unpickled on a rank that receives it.
 
     The group stays usable.
 
     Attributes:
-        ranks: the ranks, in the group's numbering, whose objects these are.
+        ranks: the ranks, in the group's numbering, that these objects come from.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -224,12 +224,12 @@ class RankFailedError(GroupAbortedError):
 
 
 class RankExcludedError(GroupAbortedError):
-    """The other ranks have shrunk the group and go on without this one, or are about to.
+    """The other ranks have shrunk the group and go on without this rank, or are about to.
 
-    This rank can do nothing in the group any more, and has no part in the new one.
+    This rank can do nothing more in the group, and is not a member of the new one.
 
     Attributes:
-        survivors: the ranks that go on, in the numbering of the group that was; empty while that is open.
+        survivors: the ranks that go on, in the numbering of the old group; empty while this is undecided.
     """
 
     def __init__(self, message: str, survivors: tuple[int, ...] = ()) -> None:
@@ -264,22 +264,22 @@ class QueueEmptyError(DistStoreError):
 
 
 class RpcError(DistError):
-    """Base of what goes wrong in a remote call outside of the function that was called."""
+    """Base of the errors of remote calls, remote references and distributed backward passes."""
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """A remote call, or the value of a remote reference, did not come within its time."""
+    """A remote call did not return, or the value of a remote reference did not arrive, in time."""
 
 
 class CallLostError(RpcTimeoutError):
-    """A remote call was lost by a worker that is to lose some (rpc/faulty.py).
+    """A worker that loses messages on purpose, for tests (rpc/faulty.py), lost a remote call.
 
-    The worker called knows nothing of it.
+    The called worker never received it.
     """
 
 
 class WorkerFailedError(RpcError):
-    """The worker that was called is gone: it died, or it has shut down.
+    """The called worker is gone: it died, or it has shut down.
 
     Attributes:
         worker: its name.
@@ -296,17 +296,18 @@ class WorkerFailedError(RpcError):
 class RemoteError(RpcError):
     """A function failed on another worker, with an exception that cannot be rebuilt here.
 
-    The message has its text and its traceback. Every other exception of a remote function is raised as what
-    it is, and has one of these as its ``__cause__``; one that cannot be made from a text alone is both.
+    The message has the exception's text and traceback. Any other exception of a remote function is raised
+    with its own type and has a RemoteError as its ``__cause__``; if its type cannot be constructed from a
+    text alone, the exception is of both types.
     """
 
 
 class RemoteNameError(RpcError, AttributeError):
-    """The worker that was called does not know a function or class by the name that it was sent by."""
+    """The called worker has no function or class of the name that the caller sent."""
 
 
 class BackwardError(RpcError):
-    """A distributed backward pass failed, or cannot begin: something raised an error in it on some worker.
+    """A distributed backward pass failed, or could not begin, because of an error on some worker.
 
     The message names the worker by its rank and has the traceback; the cause is the error itself, where it
     can be rebuilt here.
@@ -314,16 +315,16 @@ class BackwardError(RpcError):
 
 
 class RemoteReferenceError(RpcError):
-    """A remote reference cannot be used like this, or its owner has nothing under it (any more)."""
+    """A remote reference cannot be used in this way, or its owner has no value for it (any more)."""
 
 
 class RankError(DistError):
-    """A rank that :func:`torchestra.launch` started failed; the other ranks have been ended.
+    """A rank that :func:`torchestra.launch` started failed; the launcher has ended the other ranks.
 
     Its ``__cause__`` is the exception that the rank raised, where that could be pickled.
 
     Attributes:
-        rank: the rank that failed, the first where several did.
+        rank: the rank that failed; if several did, the first.
         exit_code: the exit code of its process; minus the signal's number where a signal killed it.
             1 for a rank that is a thread.
         traceback: the rank's traceback as text; empty where there was none.
@@ -340,11 +341,11 @@ class RankError(DistError):
 
 
 class LaunchTimeoutError(DistError, TimeoutError):
-    """Ranks that :func:`torchestra.launch` started had not finished in time; all have been ended.
+    """Ranks that :func:`torchestra.launch` started had not finished in time; the launcher has ended them all.
 
     Attributes:
         ranks: the ranks that had not finished.
-        tracebacks: where these ranks were when they were interrupted, as text; empty where unknown.
+        tracebacks: the stacks of these ranks when they were interrupted, as text; empty if unknown.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), tracebacks: str = "") -> None:
@@ -357,26 +358,26 @@ class LaunchTimeoutError(DistError, TimeoutError):
 
 
 class InvalidShapeError(InvalidArgumentError, AssertionError):
-    """A tensor, a list of lengths or a mesh has not the shape that is needed; nothing was sent.
+    """A tensor, a list of lengths or a mesh does not have the required shape; nothing was sent.
 
-    An AssertionError as well because that is what torch raises there.
+    An AssertionError as well, because torch raises one there.
     """
 
 
 class UnknownDimensionError(InvalidArgumentError, KeyError):
-    """A mesh has no dimension of that name, or not at that place."""
+    """A mesh has no dimension of that name, or not at that position."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # a KeyError shows its message in quotes
 
 
 class InvalidArgumentTypeError(InvalidArgumentError, TypeError):
-    """An argument is not of the type that is needed; refused before anything was sent."""
+    """An argument does not have the required type. It was refused before anything was sent."""
 
 
 class UnpicklableObjectError(InvalidArgumentTypeError, pickle.PicklingError, AttributeError):
-    """An object that was to be sent cannot be pickled. No object was moved; the group stays usable.
+    """An object to be sent cannot be pickled. No object was sent; the group stays usable.
 
     Raised on the rank that has the object; its ``__cause__`` is what pickling raised. It is a TypeError, a
-    PicklingError and an AttributeError as well because pickling raises now the one and now the other.
+    PicklingError and an AttributeError as well, because pickling may raise any of the three.
     """

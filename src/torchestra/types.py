@@ -1,4 +1,4 @@
-"""The small public types that every floor speaks in: reduce operations and time-outs."""
+"""The small public types that the whole package uses: reduce operations and time-outs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Union
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long an operation of a group may wait for the other ranks when nothing else is said."""
+"""How long an operation of a group may wait for the other ranks unless the caller gives a time-out."""
 
 Timeout = Union[timedelta, float, int]
 """A :class:`datetime.timedelta`, or a number of seconds."""
 
 
 LONGEST_TIMEOUT = 1e9
-"""In seconds, some 31 years: what may be waited for with every clock and call that there is."""
+"""The longest accepted time-out in seconds, about 31 years: every clock and system call can represent it."""
 
 
 def timeout_seconds(timeout: Timeout, name: str = "", parameter: str = "timeout") -> float:
@@ -24,10 +24,10 @@ def timeout_seconds(timeout: Timeout, name: str = "", parameter: str = "timeout"
 
     Args:
         timeout: the duration.
-        name, parameter: which argument of which function it is, for messages.
+        name, parameter: the function and its parameter, for error messages.
 
     Raises:
-        InvalidArgumentTypeError: it is neither a timedelta nor a number.
+        InvalidArgumentTypeError: the duration is neither a timedelta nor a number.
         InvalidArgumentError: it is negative, NaN, or above :data:`LONGEST_TIMEOUT`.
     """
     seconds: float
@@ -57,7 +57,7 @@ def _told(name: str, parameter: str) -> str:
 
 
 class ReduceOp:
-    """Say how the values of the ranks are combined, element by element.
+    """An operation that combines the values of the ranks, element by element.
 
     ``SUM``, ``AVG`` (the sum divided by the number of ranks), ``PRODUCT``, ``MIN``, ``MAX``, and for
     integers and bool the bitwise ``BAND``, ``BOR``, ``BXOR``. :meth:`premul_sum` makes a sum in which
@@ -121,7 +121,7 @@ class ReduceOp:
         return cls("PREMUL_SUM", float(factor))
 
     def __call__(self, factor: float) -> ReduceOp:
-        """``ReduceOp.PREMUL_SUM(factor)`` is :meth:`premul_sum`; other operations take no factor."""
+        """Return ``premul_sum(factor)`` for ``ReduceOp.PREMUL_SUM``; other operations take no factor."""
         if self.name != "PREMUL_SUM":
             raise InvalidArgumentTypeError(f"{self!r} takes no factor, got {shown(factor)}; PREMUL_SUM does")
         return ReduceOp.premul_sum(factor)
@@ -133,7 +133,7 @@ class ReduceOp:
 
     @property
     def value(self) -> int:
-        """Return the number that torch has for the operation, from 0 (SUM) to 8 (PREMUL_SUM)."""
+        """Return torch's number for the operation, from 0 (SUM) to 8 (PREMUL_SUM)."""
         return self.code
 
     def __index__(self) -> int:

@@ -3,7 +3,7 @@
 ::
 
     launcher  ── socket ──  fork server  ── fork ──  rank 0, rank 1, …
-    job.py                  server.py                rank.py
+    job.py                  fork_server.py           rank_process.py
         └──────── control channel and output pipes ──────┘
 
 The launcher (``command.py`` for the command line, ``api.py`` for Python) needs no torch; the server

@@ -1,4 +1,4 @@
-""":func:`launch`: run a function on several ranks and get what each returned."""
+""":func:`launch`: run a function on several ranks and get the result of each."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ def launch(
     env: Mapping[str, str] | None = None,
     on: Literal["ray"] | RayOptions | None = None,
 ) -> list[T]:
-    """Call ``fn(*args)`` on each of ``nproc`` ranks, by default of this host; the results by rank.
+    """Call ``fn(*args)`` on each of ``nproc`` ranks, by default on this host; return the results by rank.
 
-    Inside, :func:`torchestra.init_process_group` needs no arguments. Lines that ranks print appear on
+    Inside, :func:`torchestra.init_process_group` needs no arguments. The lines that ranks print appear on
     this process's ``sys.stdout`` and ``sys.stderr``, prefixed by rank.
 
-    As processes, ranks are forked from a server that has loaded torch once; it is started by the first
-    call and serves the later ones until this process ends. Arguments, results and exceptions are
-    pickled: tensors travel by value. ``if __name__ == "__main__":`` must guard the call in a script.
+    Ranks that are processes are forked from a server that has loaded torch once; the first call starts it,
+    and later calls use it until this process ends. Arguments, results and exceptions are pickled: tensors
+    are sent by value. ``if __name__ == "__main__":`` must guard the call in a script.
 
     With ``on="ray"`` (or :class:`RayOptions`) the ranks are on the nodes of a Ray cluster, each a child of an
-    actor of its own, in a placement group that is removed at the end. What the caller's ``__main__`` defines
-    is sent by value, and modules must be importable there. The environment is that of the nodes, with this
-    process's ``TORCHESTRA_*`` variables and ``env``; the working directory is that of Ray's workers. It needs
-    ``torchestra[ray]``.
+    actor of its own, in a placement group that is removed at the end. Functions and classes of the caller's
+    ``__main__`` are sent by value, and modules must be importable there. The environment is that of the
+    nodes, with this process's ``TORCHESTRA_*`` variables and ``env``; the working directory is that of Ray's
+    workers. It needs ``torchestra[ray]``.
 
     Args:
-        fn: what every rank calls. It is sent by reference where it can be imported, else by value.
+        fn: the function to call. It is sent by reference where it can be imported, else by value.
         nproc: how many ranks; ``"auto"`` is one per usable core, on Ray as many as the cluster can hold.
-        args: its arguments, the same for all ranks.
+        args: the arguments of ``fn``, the same for all ranks.
         kind: ``"processes"``, or ``"threads"`` of this process, which share its memory and its GIL.
         timeout: seconds (or a timedelta) until the ranks that have not finished are ended; default never. On
-            Ray it counts from when they have their places.
-        env: environment variables of the ranks, beside and before this process's. Processes only.
-        on: ``"ray"``, or :class:`RayOptions` that say more; by default this host.
+            Ray it counts from the placement of the ranks.
+        env: environment variables of the ranks, added to this process's or overriding them. Processes only.
+        on: ``"ray"`` or :class:`RayOptions`; by default this host.
 
     Raises:
         RankError: ``fn`` raised on a rank, or a rank ended without returning; the others were ended
-            within a second. Its cause is the exception of the rank, where that can be pickled.
-        LaunchTimeoutError: ``timeout`` ran out; names the ranks, and where each of them was. Or the Ray
-            cluster had no place for them in time; says how much was asked for and is there.
+            within a second. The cause is the exception of the rank, where that can be pickled.
+        LaunchTimeoutError: ``timeout`` ran out; the message names the ranks and where each was. Or the
+            Ray cluster had no place for them in time; the message says what was requested and what it has.
         InvalidArgumentError: an argument is out of range or cannot be pickled; nothing was started.
         NotReadyError: Ray is not installed.
         DistError: the Ray cluster cannot be reached, or an actor cannot be started there.
@@ -111,7 +111,7 @@ def _check_arguments(nproc: int | Literal["auto"], env: Mapping[str, str]) -> No
 def _is_plain(text: str) -> bool:
     try:
         return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return False
 
 
@@ -146,7 +146,7 @@ def launched(
     """Launch ranks as processes; yield the job, all of whose ranks have ended.
 
     Args:
-        settle_s: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
+        settle_s: how many seconds the others may go on after a rank has failed, to fail as well or to end.
     """
     spec, ports = _described(fn, nproc, args, env)
     server = _servers.take(nproc)
@@ -172,10 +172,10 @@ def started(
 ) -> Iterator[Job]:
     """Start ranks as processes; yield their job, which the caller drives. They are ended when the block ends.
 
-    Ranks that die are survived, as long as there is one.
+    The job survives the death of ranks as long as one is left.
 
     Args:
-        sinks: where their standard output and standard error are shown.
+        sinks: the sinks of their standard output and standard error.
     """
     spec, ports = _described(fn, nproc, args, env)
     server = _servers.take(nproc)
@@ -208,7 +208,7 @@ def _described(
 
 
 class _Servers:
-    """The fork servers of this process that have no job: one, unless launches ran side by side."""
+    """The fork servers of this process that have no job: one, unless launches ran concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -216,7 +216,7 @@ class _Servers:
         self._hooked = False
 
     def take(self, nproc: int) -> ForkServerClient:
-        """Return a server for the caller alone: one that is ready already, or one just started."""
+        """Return a server for the caller alone: one that is ready, or a new one."""
         with self._lock:
             while self._idle:
                 server = self._idle.pop()
@@ -230,7 +230,7 @@ class _Servers:
         return ForkServerClient.spawned(with_threads_per_rank(os.environ, nproc))
 
     def give_back(self, server: ForkServerClient) -> None:
-        """Keep a server for the next launch; end it if it never got ready."""
+        """Keep a server for the next launch; end it if it was never ready."""
         if not server.ready:
             server.close()
             return

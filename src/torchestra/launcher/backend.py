@@ -1,4 +1,4 @@
-"""The interface between a job and what holds its ranks.
+"""The interface between a job and the launch backend that holds its ranks.
 
 There are two launch backends: :mod:`.fork_backend` holds ranks on this host, :mod:`.on_ray` on the nodes of a
 Ray cluster.
@@ -15,7 +15,7 @@ from torchestra.launcher.spec import Ended, Failure, JobSpec
 
 
 class JobListener(Protocol):
-    """Hears from a launch backend what its ranks do; a :class:`~torchestra.launcher.job.Job` is one.
+    """Receives a launch backend's events of its ranks; a :class:`~torchestra.launcher.job.Job` is one.
 
     Attributes:
         loop: calls the backend when there is something to read.
@@ -28,16 +28,16 @@ class JobListener(Protocol):
         """Note that the ranks are being started: from now on they can be signalled."""
 
     def forked(self, rank: int, pid: int, host: str = "") -> None:
-        """Note that a rank has a process; on another ``host`` than this, if one is named."""
+        """Note that a rank has a process; on another host if ``host`` names one."""
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """Show what a rank wrote to its standard output (stream 0) or error (1). Empty: it closed it."""
+        """Show a rank's output to standard output (stream 0) or error (1). Empty: it closed the stream."""
 
     def failed(self, rank: int, failure: Failure) -> None:
         """Note the exception that ends a rank."""
 
     def returned(self, rank: int, result: BinaryIO) -> None:
-        """Keep the file with the pickled result of a rank's function; it is the listener's from now on."""
+        """Keep the file with the pickled result of a rank's function; the listener now owns it."""
 
     def ended(self, end: Ended) -> None:
         """Note that a rank's process is gone. Nothing more comes from it but output."""
@@ -47,25 +47,25 @@ class JobListener(Protocol):
 
 
 class LaunchBackend(abc.ABC):
-    """Starts the ranks of a job, and tells a :class:`JobListener` what they do.
+    """Starts the ranks of a job, and reports their events to a :class:`JobListener`.
 
-    It calls ``begun`` once; ``forked``, ``printed``, ``failed`` and ``returned`` as they come; ``ended`` of
-    each rank, last.
+    It calls ``begun`` once; ``forked``, ``printed``, ``failed`` and ``returned`` as they occur; and ``ended``
+    last for each rank.
 
     Attributes:
-        listener: the job, once it has started.
+        listener: the job, once the job has started.
     """
 
     listener: JobListener
 
     def start(self, listener: JobListener) -> None:
-        """Begin to start the ranks; does not wait for them."""
+        """Begin to start the ranks, without waiting for them."""
         self.listener = listener
         self._start()
 
     @abc.abstractmethod
     def _start(self) -> None:
-        """Do what is particular of :meth:`start`."""
+        """Do the backend's own part of :meth:`start`."""
 
     @abc.abstractmethod
     def signal(self, signum: signal.Signals, final: bool) -> None:
@@ -73,8 +73,8 @@ class LaunchBackend(abc.ABC):
 
     @abc.abstractmethod
     def drain(self) -> None:
-        """Pass on what the ranks printed before they ended, though a child of theirs may print on."""
+        """Pass on the output of the ranks before they ended, even if a child of theirs keeps printing."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close what this backend opened in this process for the job."""
+        """Close everything that this backend opened in this process for the job."""

@@ -1,8 +1,8 @@
-"""Messages between the launcher, its fork server and the ranks: a pickle, and open files beside it.
+"""Messages between the launcher, its fork server and the ranks: a pickle, and open files with it.
 
 All three are one program on one host, connected by socket pairs that only they hold, so pickles are
-safe here. Sockets are SOCK_SEQPACKET: one send is one message, and its files arrive with it. What is
-too long for one packet travels in an anonymous memory file.
+safe here. Sockets are SOCK_SEQPACKET: one send is one message, and its files arrive with it. A message
+too long for one packet is sent in an anonymous memory file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_FILES = 16
 
 
 class Message(NamedTuple):
-    """An object that :func:`receive` got, and the descriptors with it, which are now the receiver's."""
+    """An object from :func:`receive`, and the descriptors sent with it, which the receiver now owns."""
 
     content: Any
     files: list[int]
@@ -35,7 +35,7 @@ def channel() -> tuple[socket.socket, socket.socket]:
 
 
 def anonymous_file() -> BinaryIO:
-    """Return a new file that has no name, so that nothing is left of it whoever is killed."""
+    """Return a new file without a name, so that nothing is left of it whichever process is killed."""
     return os.fdopen(make_memory_file("torchestra-message"), "w+b")
 
 
@@ -56,10 +56,10 @@ def send(end: socket.socket, content: object, files: Sequence[int] = ()) -> None
 
 
 def receive(end: socket.socket) -> Message | None:
-    """Return the next message, or None when the other end is closed or its process gone.
+    """Return the next message, or None when the other end is closed or its process is gone.
 
     Raises:
-        DistBackendError: this process can open no more files.
+        DistBackendError: this process cannot open any more files.
     """
     try:
         packet, files, flags, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES)

@@ -1,4 +1,4 @@
-"""``torchestra run``: its arguments, the signals it gets, and what it says at the end."""
+"""``torchestra run``: its arguments, and the course of a job from its start to its exit code."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kill
 
 
 def count_argument(text: str, least: int = 0, expected: str = "a number, 0 or more") -> int:
-    """Read a number of the command line: an integer that is not less than ``least``.
+    """Parse a number of the command line: an integer, at least ``least``.
 
     Raises:
-        argparse.ArgumentTypeError: it is something else.
+        argparse.ArgumentTypeError: the text is something else.
     """
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
@@ -65,7 +65,7 @@ def count_argument(text: str, least: int = 0, expected: str = "a number, 0 or mo
 
 
 def _ranks_or_auto(text: str) -> int | None:
-    """Read a number of ranks, or None for ``auto`` where it is not yet known what that is."""
+    """Parse a number of ranks; return None for ``auto``, whose value is not known yet."""
     return None if text == "auto" else count_argument(text, 1, "a positive number or 'auto'")
 
 
@@ -74,7 +74,7 @@ def _node_count(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -145,7 +145,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
-    """Say what is wrong with the options taken together, if anything."""
+    """Return what is wrong with the combination of options, if anything."""
     if options.nnodes > 1 and options.rendezvous is None:
         return "--nnodes needs --rendezvous HOST:PORT of node 0"
     if options.on == "ray" and options.nnodes > 1:
@@ -158,7 +158,7 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 def _run_here(options: argparse.Namespace, nproc: int) -> int:
     ports = PortReservation("" if options.nnodes > 1 else "127.0.0.1")
     environment = ports.environment(os.environ, nproc)
-    # Before torch is imported, so that every library it brings reads the same number.
+    # Before torch is imported, so that every library it loads reads the same number.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     if options.record is not None:
         environment[RECORD_VARIABLE] = os.path.abspath(options.record)
@@ -189,7 +189,7 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
 def _run_ranks(
     spec: JobSpec, server: ForkServerClient, ports: PortReservation, nodes: Nodes | None, max_failures: int
 ) -> int:
-    """Run the ranks of this host to their end, say how they ended, and return the exit code."""
+    """Run the ranks of this host to their end, report how they ended, and return the exit code."""
     stdin = StandardInput()
     sinks = open_sinks(sys.stdout, sys.stderr)
     job = Job(ForkBackend(server, ports, stdin.for_rank), spec, sinks, max_failures)
@@ -215,20 +215,20 @@ def _run_ranks(
 
 
 def _go_on(job: Job, nodes: Nodes | None, screen: OutputSink, max_failures: int, failed: FailedRank) -> None:
-    """Say that a rank has failed, and that those that are left on this host need not end for it."""
+    """Report a failed rank that does not end the other ranks on this host."""
     screen.say(survived_report(job, failed))
     if nodes is not None:
         nodes.count_failure(failed, max_failures)
 
 
 def _end_with_others(job: Job, nodes: Nodes) -> None:
-    """End this node's ranks: another node has failed, or a rank here as one too many of all nodes."""
+    """End this node's ranks: another node has failed, or a rank here that exceeds the limit of all nodes."""
     job.cause = job.cause or nodes.one_too_many
     job.stop(AFTER_FAILURE)
 
 
 def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
-    """Have the other nodes end, if this one has failed or was ended."""
+    """Make the other nodes end if this one has failed or was ended."""
     nodes.finish_counting()
     job.cause = job.cause or nodes.one_too_many
     if received:

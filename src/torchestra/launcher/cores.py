@@ -10,7 +10,7 @@ _QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def _quota() -> float:
-    """Cores that the control group allows, infinite where it says nothing."""
+    """Return the number of cores that the control group allows; infinite if it sets no quota."""
     try:
         allowed, period = _QUOTA_FILE.read_text(encoding="ascii").split()
         return math.inf if allowed == "max" else int(allowed) / int(period)
@@ -19,5 +19,5 @@ def _quota() -> float:
 
 
 def usable_cores() -> int:
-    """Return the cores of this process's affinity mask, or a container's lower quota; at least 1."""
+    """Return how many cores this process's affinity mask or a container's lower quota allows; at least 1."""
     return max(1, int(min(len(os.sched_getaffinity(0)), _quota())))

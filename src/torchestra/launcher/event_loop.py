@@ -1,4 +1,4 @@
-"""One ``select`` that waits for files to read, for times to come, and for calls from other threads."""
+"""An event loop: one ``select`` that waits for readable files, times, and calls from other threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EventLoop:
     """Calls functions in the thread that runs it.
 
     Attributes:
-        wakeup_fd: whatever is written to it wakes the loop; for ``signal.set_wakeup_fd``.
+        wakeup_fd: anything written to it wakes the loop; for ``signal.set_wakeup_fd``.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class EventLoop:
         self._wake_end, self.wakeup_fd = os.pipe()
         os.set_blocking(self._wake_end, False)
         os.set_blocking(self.wakeup_fd, False)
-        # Held to write into the pipe or to close it, which different threads do.
+        # Held to write to the pipe or to close it, as different threads do.
         self._pipe_lock = threading.Lock()
         self._closed = False
         self.watch(self._wake_end, lambda: os.read(self._wake_end, 4096))
@@ -48,18 +48,18 @@ class EventLoop:
         heapq.heappush(self._timers, (when, next(self._timer_ids), function))
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Call a function when the loop is next awake; by the loop's own thread, or by a signal handler."""
+        """Call a function when the loop next runs; for callers on its thread or in a signal handler."""
         self._soon.append(function)
 
     def call_soon_threadsafe(self, function: Callable[[], object]) -> None:
-        """Wake the loop to call a function; by any thread, also when the loop has been closed meanwhile."""
+        """Wake the loop to call a function; for callers on any thread, even after the loop was closed."""
         self._soon.append(function)
         with self._pipe_lock, contextlib.suppress(BlockingIOError):
             if not self._closed:
                 os.write(self.wakeup_fd, b"!")
 
     def run_once(self, until: float = math.inf) -> None:
-        """Wait for something to do, until a ``time.monotonic()`` at most, and do all that is due."""
+        """Wait for something to do, at most until a ``time.monotonic()``, and do all that is due."""
         first = min(until, self._timers[0][0]) if self._timers else until
         pause = None if first == math.inf else max(0.0, first - time.monotonic())
         for key, _ in self._selector.select(pause):
@@ -71,7 +71,7 @@ class EventLoop:
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
-        """Close what the loop opened; the files that it watches are their owners'."""
+        """Close the loop's own files; those that it watches belong to their owners."""
         with self._pipe_lock:
             if not self._closed:
                 self._closed = True

@@ -1,4 +1,4 @@
-"""Say how a job ended: the failed rank's traceback last, and one line on it."""
+"""The report of how a job ended: the failed rank's traceback last, and one line on it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchestra.launcher.root_cause import FailedRank, NodeFailure, describe_exi
 
 
 def conclude(job: Job, received: list[int], other: NodeFailure | None = None) -> int:
-    """Say on standard error how a job ended; return its exit code.
+    """Report on standard error how a job ended; return its exit code.
 
     Args:
-        job: all of whose ranks have ended.
-        received: the signals that ended it.
-        other: the failure of another node, for which it ended.
+        job: a job whose ranks have all ended.
+        received: the signals that ended the job.
+        other: the failure of another node that ended the job.
     """
     report, code = _conclusion(job, received, other)
     sys.stderr.write(report)
@@ -37,7 +37,7 @@ def _conclusion(job: Job, received: list[int], other: NodeFailure | None) -> tup
 
 
 def _failure_report(job: Job, cause: FailedRank) -> str:
-    """Return other ranks' tracebacks, the cause's, and the summary."""
+    """Return the other ranks' tracebacks, that of the cause, and the summary."""
     shown = {cause.rank, *(failed.rank for failed in job.survived)}
     others = tracebacks_report(job, skip=shown)
     trace = cause.failure.traceback if cause.failure is not None else ""
@@ -54,7 +54,7 @@ def _failure_report(job: Job, cause: FailedRank) -> str:
 
 
 def survived_report(job: Job, failed: FailedRank) -> str:
-    """Describe, at once, a rank that has failed while the others go on."""
+    """Return the report of a rank that has failed while the others go on."""
     trace = failed.failure.traceback if failed.failure is not None else ""
     left = ranks_phrase([job.first_rank + rank for rank in job.unfinished])
     verb = "goes" if len(job.unfinished) == 1 else "go"
@@ -63,7 +63,7 @@ def survived_report(job: Job, failed: FailedRank) -> str:
 
 
 def _survivors_report(job: Job) -> str:
-    """Return the last line of a job that ended well though ranks had failed."""
+    """Return the last line on a job that ended well although ranks had failed."""
     lost = [job.first_rank + failed.rank for failed in job.survived]
     ranks = [job.first_rank + state.rank for state in job.ranks]
     well = [rank for rank in ranks if rank not in lost]
@@ -73,7 +73,7 @@ def _survivors_report(job: Job) -> str:
 
 
 def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
-    """Say which rank failed, and how."""
+    """Return a line that says which rank failed, and how."""
     state = job.ranks[failed.rank]
     host = state.host or host
     host = f" on {host}" if host else ""
@@ -82,13 +82,13 @@ def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
 
 
 def failure_abroad(job: Job, failed: FailedRank, host: str) -> str:
-    """Say it to other hosts, where what this one prints is not seen: also where, and with what exception."""
+    """Return the line for other hosts, which do not see this host's output: with host and exception."""
     summary = failed.failure.summary.partition("\n")[0] if failed.failure is not None else ""
     return failure_line(job, failed, host) + (f": {summary}" if summary else "")
 
 
 def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
-    """Return the tracebacks of the ranks that sent one, but for some; ranks with the same text together."""
+    """Return the tracebacks of the ranks that sent one, except ``skip``; equal ones only once."""
     ranks_by_text: dict[str, list[int]] = {}
     for state in job.ranks:
         if state.failure is not None and state.failure.traceback and state.rank not in skip:

@@ -1,7 +1,7 @@
 """Flight dumps of ranks that are ended: the launcher keeps their arenas open until it has written them.
 
-A rank that leaves a group, or finds it broken, writes the record itself. But when a job fails its ranks are
-ended at once, so the launcher opens their arenas before it signals them, and writes the records afterwards.
+A rank that leaves a group, or finds it broken, writes the record itself. But when a job fails the
+launcher ends its ranks at once, so it opens their arenas before it signals them, and then writes the records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchestra.launcher.open_arenas import open_arenas
 
 
 class FlightDumps:
-    """Keeps records in a directory, or nothing where that is None."""
+    """Writes records to a directory, or none if the directory is None."""
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
@@ -23,7 +23,7 @@ class FlightDumps:
         self._ended = 0.0
 
     def hold(self, pids: Iterable[int]) -> None:
-        """Keep the arenas of these processes, which are about to be ended."""
+        """Open the arenas of these processes, which are about to be ended."""
         self._ended = time.monotonic()
         for arena in open_arenas(pids) if self._directory is not None else ():
             if arena.key not in self._held:
@@ -31,7 +31,7 @@ class FlightDumps:
                     self._held[arena.key] = os.open(arena.path, os.O_RDONLY | os.O_CLOEXEC)
 
     def write(self) -> None:
-        """Write the records of what was kept, and let it go."""
+        """Write the records of the opened arenas, and close these."""
         if not self._held:
             return
         from torchestra.engine.memory.foreign import ForeignArena

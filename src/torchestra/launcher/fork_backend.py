@@ -1,4 +1,4 @@
-"""The ranks of a job on this host: forked from its fork server, and heard through sockets and pipes."""
+"""The ranks of a job on this host: forked from its fork server, and connected by sockets and pipes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchestra.system.limits import check_free_descriptors, naming_limits
 
 _READ_SIZE = 1 << 16
 _FINAL_READS = 17
-"""Enough for the largest pipe, and an end to it if a child of a rank writes on for ever."""
+"""The most reads of one pipe: enough for the largest, and finite if a child of a rank never stops writing."""
 
-_FILES_OF_RANK = 5  # what the fork server has open for each at a time: the launcher has less
+_FILES_OF_RANK = 5  # that the fork server has open for each at a time; the launcher has fewer
 _FILES_OF_SERVER = 16
 
 
@@ -28,9 +28,9 @@ class ForkBackend(LaunchBackend):
     """Ranks that are forked processes.
 
     Args:
-        server: forks them; the caller's own for as long as the job runs.
-        ports: where they meet; closed with this.
-        stdin: what rank 0 reads; by default nothing.
+        server: forks them; serves no other job while this one runs.
+        ports: the ports where they meet; closed with the backend.
+        stdin: the input of rank 0; by default nothing.
     """
 
     def __init__(self, server: ForkServerClient, ports: PortReservation, stdin: int | None = None) -> None:
@@ -133,7 +133,7 @@ class ForkBackend(LaunchBackend):
         return True
 
     def _on_output(self, descriptor: int) -> bool:
-        """Pass on what a rank has written; return False when there was nothing."""
+        """Pass on a rank's output; return False when there was none."""
         try:
             data = os.read(descriptor, _READ_SIZE)
         except BlockingIOError:

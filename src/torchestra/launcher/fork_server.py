@@ -4,11 +4,11 @@ Why a process of its own, between the launcher and the ranks:
 
 - A process may be forked safely only while it has a single thread and no OpenMP region has run. An
   arbitrary Python program gives no such promise; the server does nothing but import, fork and wait.
-- Whoever of launcher and server is killed, the other one cleans up. The launcher gone: the server
-  kills the ranks' process groups, so that what the ranks started goes too. The server gone: the
+- If launcher or server is killed, the other one cleans up. If the launcher is gone, the server
+  kills the ranks' process groups, with all that the ranks started. If the server is gone, the
   kernel kills each rank (``PR_SET_PDEATHSIG``), and the launcher kills the process groups.
 - The server waits for its ranks with ``epoll`` on their pidfds, which reports them in the order in
-  which they died. That order is how the first failure is told from its consequences.
+  which they died. That order tells the first failure from its consequences.
 
 A server runs one job at a time; it exits when its launcher closes the socket or dies.
 """
@@ -47,14 +47,14 @@ def serve_descriptor(descriptor: int) -> NoReturn:
 
 
 def serve(end: socket.socket, launcher: int, *, spawned: bool = False) -> NoReturn:
-    """Be the fork server of the process ``launcher`` at the other end of the socket; never returns.
+    """Run the fork server of the process ``launcher`` at the other end of the socket; never return.
 
     The caller has a single thread and nothing to clean up: ranks are forked from here and end here.
 
     Args:
         end: the server's end of a :func:`~torchestra.launcher.channel.channel`.
         launcher: the process id of the launcher, this process's parent.
-        spawned: this is a fresh interpreter whose parent may live on after the thread that started it.
+        spawned: whether this is a fresh interpreter, whose parent may outlive the thread that started it.
     """
     try:
         if os.getpgrp() != os.getpid():
@@ -79,7 +79,7 @@ def serve(end: socket.socket, launcher: int, *, spawned: bool = False) -> NoRetu
 
 
 def _load() -> None:
-    """Import what ranks need. The garbage collector would only cost: now, and in pages copied later."""
+    """Import what ranks need. The garbage collector would only cost time, now and for pages copied later."""
     gc.disable()
     import numpy as np
 
@@ -90,8 +90,8 @@ def _load() -> None:
         getattr(torchestra, name)
     warm_up()
     np.random.seed()  # As each rank will: what it imports is then there.
-    # What the libraries wish undone at exit (torch takes its operators back one by one) ends with the
-    # process anyhow; left to each rank, it would copy thousands of pages only to drop them.
+    # What the libraries undo at exit (torch unregisters its operators one by one) ends with the
+    # process anyhow; in each rank, undoing it would copy thousands of pages only to drop them.
     finalizers: dict[weakref.finalize[..., object], object] = getattr(weakref.finalize, "_registry", {})
     for finalizer in finalizers:
         finalizer.atexit = False
@@ -107,7 +107,7 @@ def _die_with_parent(prctl: _Prctl, parent: int) -> None:
 
 
 def _serve_store(spec: JobSpec, listener: int) -> NoReturn:
-    """Serve a job's store in a process of its own, so that no rank's death takes it along, until killed."""
+    """Serve a job's store in a process of its own, until killed, so that it survives any rank's death."""
     from torchestra.store import TCPStoreServer
 
     with TCPStoreServer(listen_fd=listener, secret=spec.environment["TORCHESTRA_SECRET"]):
@@ -116,7 +116,7 @@ def _serve_store(spec: JobSpec, listener: int) -> NoReturn:
 
 
 class _Server:
-    """The server once it has loaded everything: one job after the other."""
+    """The server once it has loaded everything; it runs one job after another."""
 
     def __init__(self, end: socket.socket, launcher: int, prctl: _Prctl) -> None:
         self._end = end
@@ -145,7 +145,7 @@ class _Server:
         self._serving = False
 
     def _obey(self) -> None:
-        """Carry out one message of the launcher; stop when it has gone."""
+        """Carry out one message of the launcher; stop when the launcher is gone."""
         message = receive(self._end)
         if message is None:
             self._stop()
@@ -191,7 +191,7 @@ class _Server:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        # Both sides set it: whichever comes first, the group exists before anybody signals it.
+        # Parent and child both set it: whichever comes first, the group exists before it is signalled.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return pid
@@ -218,7 +218,7 @@ class _Server:
         now = time.monotonic()
         exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         if exit_code != 0 or self._clean_groups:
-            # Before the rank is reaped: until then nobody else can be given its number.
+            # Before the rank is reaped: until then no other process can get its pid.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""The launcher's end of its fork server: starts one, asks it and ends it."""
+"""The launcher's connection to its fork server: starts the server, sends it requests and ends it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ForkServerClient:
     """A fork server that is this process's child.
 
     Attributes:
-        end: this side of the channel to it.
-        ready: whether it has loaded everything.
+        end: this side of the channel to the server.
+        ready: whether the server has loaded everything.
     """
 
     def __init__(self, end: socket.socket, wait: Callable[[], object], kill: Callable[[], object]) -> None:
@@ -63,7 +63,7 @@ class ForkServerClient:
         return cls(ours, process.wait, process.kill)
 
     def alive(self) -> bool:
-        """Return whether it can still be asked, as far as can be told while it has no job."""
+        """Return whether the server still takes requests, as far as can be told while it has no job."""
         try:
             return self.end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -72,12 +72,12 @@ class ForkServerClient:
             return False
 
     def close(self) -> None:
-        """Let the server go, which kills what its job has left running, and wait until it is gone."""
+        """End the server, which kills the processes that its job left running, and wait until it is gone."""
         self.end.close()
         if not self.ready:
             self._kill()
         self._wait()
 
     def forget(self) -> None:
-        """Drop a handle that a fork copied into another process; the server is not that one's."""
+        """Drop a handle that a fork copied into another process; the server is not that process's."""
         self.end.close()

@@ -1,13 +1,13 @@
-"""One job, as the process that launched it sees it: start the ranks, show what they print, end them.
+"""One job, in the process that launched it: starts the ranks, shows their output, ends them.
 
 Its launch backend (:mod:`.backend`) knows where the ranks are: forked on this host (:mod:`.fork_backend`), or
 on the nodes of a Ray cluster (:mod:`.on_ray`). Everything happens in one thread, in one event loop: messages
-of the backend and of the ranks, output, deadlines. A job ends when every rank has ended, by itself or because
-:meth:`Job.stop` saw to it.
+of the backend and of the ranks, output, deadlines. A job ends when every rank has ended, by itself or through
+:meth:`Job.stop`.
 
 The first failure stops the job (or the first that is one too many, where some are to be survived), after a
-moment in which failures may still come in: of ranks that fail nearly together, the one to blame is often not
-the first to be heard of (see :mod:`.root_cause`).
+moment in which more failures may arrive: of ranks that fail nearly together, the one to blame is often not
+the first to report (see :mod:`.root_cause`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ StopPlan = tuple[tuple[signal.Signals, float], ...]
 AFTER_FAILURE: StopPlan = ((signal.SIGTERM, 0.4),)
 
 SETTLE_S = 0.05
-"""How long after a failure others are listened for: a cause may be heard of just after its consequence."""
+"""How long to wait for more failures after one: a cause may be reported just after its consequence."""
 _SETTLE_CONSEQUENCE = 5
-"""How many times as long it is while every failure only says that another rank is gone."""
+"""The factor on SETTLE_S while every failure only says that another rank is gone."""
 
 
 class RankState:
     """The state of one rank.
 
     Attributes:
-        rank: which, counted from the job's first here.
+        rank: its number, counted from the job's first rank here.
         pid: its process, once there is one.
-        host: where that is, if it is not here.
+        host: the host of the process, if it is not this one.
         failure: its report of the exception that ends it.
         result: the file with its pickled result.
-        ended: that its process is gone, and how.
+        ended: the end of its process, once it is gone.
     """
 
     def __init__(self, rank: int) -> None:
@@ -58,7 +58,7 @@ class RankState:
         self.ended: Ended | None = None
 
     def failed_rank(self, must_return: bool) -> FailedRank | None:
-        """Return how the rank failed, if it has; one that ``must_return`` fails without a result."""
+        """Return how the rank failed, if it has; if it ``must_return``, ending without a result is one."""
         if self.failure is not None:
             return FailedRank(self.rank, self.failure.exit_code, self.failure.time, self.failure)
         if self.ended is not None and (self.ended.exit_code != 0 or (must_return and self.result is None)):
@@ -72,17 +72,17 @@ class Job(JobListener):
     Args:
         backend: starts and holds its ranks.
         spec: what they run.
-        sinks: where their standard output and standard error are shown.
-        max_failures: how many ranks may fail without ending the job; one at least must end well, here or
+        sinks: the sinks of their standard output and standard error.
+        max_failures: how many ranks may fail without ending the job; at least one must end well, here or
             on another host.
-        settle_s: for how many seconds after a failure others are waited for.
+        settle_s: how many seconds to wait for more failures after one.
 
     Attributes:
         loop: calls functions while :meth:`run` runs.
-        ranks: what is known of each; empty until they are being started.
-        first_rank: the number of the first of them where the job has ranks on other hosts as well.
-        cause: the failure for which the job was stopped, or with which it ended.
-        survived: the failures that the job has outlived, in the order in which these ranks ended.
+        ranks: the state of each; empty until they are being started.
+        first_rank: the number of the first of them, if the job has ranks on other hosts as well.
+        cause: the failure that stopped the job, or with which the job ended.
+        survived: the failures that the job has survived, in the order in which these ranks ended.
         when_survived: called with each of them.
         when_stopped: called before the ranks are ended.
     """
@@ -125,15 +125,15 @@ class Job(JobListener):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Return the processes of the ranks, of those that have one by now."""
+        """Return the process ids of the ranks that have a process by now."""
         return tuple(state.pid for state in self.ranks if state.pid is not None)
 
     def run(self) -> None:
-        """Start the ranks; return when all have ended and all that they printed is shown.
+        """Start the ranks; return when all have ended and all their output is shown.
 
         Raises:
             DistError: the backend is lost, and the ranks with it.
-            BrokenPipeError: nobody reads this process's output any more; the ranks still run.
+            BrokenPipeError: the reader of this process's output is gone; the ranks still run.
         """
         self.start()
         self.wait()
@@ -143,13 +143,13 @@ class Job(JobListener):
         self._backend.start(self)
 
     def step(self, until: float = math.inf) -> None:
-        """Wait for something to do, until a ``time.monotonic()`` at most, and do it."""
+        """Wait for something to do, at most until a ``time.monotonic()``, and do it."""
         show_due = min((output.due() for output in self._all_outputs()), default=math.inf)
         self.loop.run_once(min(until, self._stop_due(), show_due))
         self._do_what_is_due()
 
     def show_all(self) -> None:
-        """Show all that the ranks have printed so far, unfinished lines as well."""
+        """Show all output of the ranks so far, including unfinished lines."""
         self._backend.drain()
         for output in self._all_outputs():
             output.show_unfinished()
@@ -157,7 +157,7 @@ class Job(JobListener):
             sink.end_line()
 
     def wait(self, until: float = math.inf) -> None:
-        """Go on with a :meth:`run` that an exception left, until a ``time.monotonic()`` at most."""
+        """Continue a :meth:`run` that an exception left, at most until a ``time.monotonic()``."""
         while self._alive and time.monotonic() < until:
             self.step(until)
         self.show_all()
@@ -166,7 +166,7 @@ class Job(JobListener):
     def stop(self, plan: StopPlan) -> None:
         """Begin to end the ranks; they are gone when :meth:`run` returns. An empty plan kills them now.
 
-        A plan that began earlier goes on: only an empty one overtakes it.
+        A plan that began earlier continues: only an empty plan overrides it.
         """
         if self.stopping and plan:
             return
@@ -187,14 +187,14 @@ class Job(JobListener):
             self._backend.signal(signum, final)
 
     def close(self) -> None:
-        """Close what this job opened in this process. The ranks are gone, or their backend is about to be."""
+        """Close everything that this job opened here. The ranks are gone, or their backend is about to be."""
         self.loop.close()
         self._backend.close()
         for state in self.ranks:
             if state.result is not None:
                 state.result.close()
 
-    # What the backend tells: see JobListener
+    # Events from the backend: see JobListener
 
     def begun(self) -> None:
         coloured = [colours_wanted(sink.terminal) for sink in self._sinks]
@@ -249,7 +249,7 @@ class Job(JobListener):
         return root_cause(in_time, self._max_failures)
 
     def _stop_due(self) -> float:
-        """Return when the first failure shall stop the job; never if there is none."""
+        """Return when the first failure is to stop the job; infinity if there is none."""
         cause = self._cause_so_far() if self._any_failed and not self.stopping else None
         if cause is None:
             return math.inf

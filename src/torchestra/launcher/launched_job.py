@@ -30,10 +30,10 @@ class RemoteTraceback(Exception):
 
 
 class LaunchedJob:
-    """A job that calls a function, and the time that it may take.
+    """A job that calls a function, and its time limit.
 
     Args:
-        job: not yet run.
+        job: the job, not yet run.
         timeout: seconds until ranks that have not finished are ended; None for never.
     """
 
@@ -45,12 +45,12 @@ class LaunchedJob:
             job.loop.call_at(time.monotonic() + timeout, self._end_overdue)
 
     def run(self) -> None:
-        """Run the job; all ranks are gone afterwards, also if it is interrupted."""
+        """Run the job; all ranks are gone afterwards, even after an interrupt."""
         job = self._job
         try:
             job.run()
         except KeyboardInterrupt:
-            # The interrupt may have cut a step of the job short, so it is not waited for without an end.
+            # The interrupt may have cut a step of the job short, so do not wait for ever.
             job.stop(_INTERRUPT)
             job.wait(until=time.monotonic() + sum(grace for _, grace in _INTERRUPT))
             sys.stderr.write(tracebacks_report(job))

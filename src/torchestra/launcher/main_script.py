@@ -19,11 +19,11 @@ from torchestra.launcher.spec import MainModule, Script
 
 
 def run_script(script: Script) -> None:
-    """Run ``script`` as ``__main__`` in this process; returns when its last line has run.
+    """Run ``script`` as ``__main__`` in this process; return when its last line has run.
 
     Raises:
         SystemExit: there is no such module, or none that can be run.
-        BaseException: whatever the script raises.
+        BaseException: the script raised it.
     """
     main, code = load_script(script)
     exec(code, main.__dict__)
@@ -38,7 +38,7 @@ def load_script(
     script's directory, or for a module to the working directory.
 
     Args:
-        loader: compiles it, if it is a file; a module's own loader does that.
+        loader: compiles the script if it is a file; a module's own loader compiles a module.
 
     Raises:
         SystemExit: there is no such module, or none that can be run.
@@ -63,8 +63,8 @@ def load_script(
 def import_callers_main(main: MainModule) -> None:
     """Import the caller's ``__main__`` again as ``__mp_main__``, and let ``__main__`` name it too.
 
-    The name is multiprocessing's: ``if __name__ == "__main__":`` is false, so the program that called
-    does not start anew.
+    The name is multiprocessing's: ``if __name__ == "__main__":`` is false, so the caller's program
+    does not start again.
     """
     if main.name is not None:
         spec = importlib.util.find_spec(main.name)

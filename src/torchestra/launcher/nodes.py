@@ -1,16 +1,16 @@
 """Several launchers that start one job, one on each host: ``torchestra run --nnodes``.
 
-They meet in a store that the launcher of node 0 serves, which is the job's store as well. There each says
-who it is and how many ranks it starts; so all know which ranks are whose. The first launcher whose ranks fail
-says so, and the others end theirs. That of node 0 stays until the others have ended, or have been silent for
-long::
+They meet in a store that the launcher of node 0 serves, which is the job's store as well. There each
+registers itself and the number of its ranks, so that all know which node has which ranks. The first launcher
+whose ranks fail reports it, and the others end theirs. The launcher of node 0 stays until the others have
+ended, or have been silent for long::
 
-    job        what the first launcher to come says of the job: how many nodes, which torchestra
-    node/K     who the launcher of node K is, how many ranks it starts, and a port there that nobody uses, for
-               programs that use torch.distributed; of two launchers, the one that came later
-    members    what stood under all node/K when all had come, as the first to see that read it
+    job        the first launcher's description of the job: how many nodes, which torchestra
+    node/K     the identity of node K's launcher, how many ranks it starts, and an unused port there, for
+               programs that use torch.distributed; of two launchers of node K, the later's
+    members    the values of all node/K once all are present, as read by the first launcher that sees this
     failed     which node failed first, its exit code and why
-    failures   how many ranks have failed, on all nodes, where the job may go on without some
+    failures   how many ranks have failed on all nodes, if the job may go on without some
     done/K     node K has ended
     heartbeat/K  a count: the launcher of node K lives
 """
@@ -37,7 +37,7 @@ from torchestra.system.deadline import RunningClock
 
 _MEET_SECONDS = 600.0
 _OWN_SECONDS = 30.0
-"""For node 0 to reach the store that it serves itself. If it does not, the address is not its host's."""
+"""The time for node 0 to reach its own store. If it does not, the address is not that of its host."""
 _LOOK_SECONDS = 1.0
 _NOTICE_AFTER_S = 5.0
 _LISTEN_SECONDS = 1.0
@@ -50,7 +50,7 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
     """Return host and port of ``host:port``.
 
     Raises:
-        InvalidArgumentError: it is something else.
+        InvalidArgumentError: the text is something else.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -59,25 +59,25 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
 
 
 class Nodes:
-    """One launcher among several; the constructor returns when all have come.
+    """One launcher among several; the constructor returns when all have registered.
 
     Args:
-        nnodes, node: how many there are, and which this one is.
+        nnodes, node: how many nodes there are, and the number of this one.
         rendezvous: ``host:port`` of node 0, where its launcher listens.
-        nproc: how many ranks this one starts.
-        port: of this host, which nobody else uses.
+        nproc: how many ranks this launcher starts.
+        port: an unused port of this host.
 
     Attributes:
         first_rank: the number of this node's first rank.
         world_size: how many ranks there are on all nodes.
         other: the failure of another node, once there is one.
-        one_too_many: the failure here that was, of those on all nodes, the first not to be survived.
-        when_failed: called, on another thread, when ``other`` or ``one_too_many`` is there.
+        one_too_many: the failure here with which the failures on all nodes exceeded the limit.
+        when_failed: called, on another thread, when ``other`` or ``one_too_many`` is set.
 
     Raises:
-        InvalidArgumentError: the numbers make no sense, the launchers have no secret, another one is the same
-            node, or they disagree on the number of nodes or are of different versions of torchestra.
-        StoreTimeoutError, DistNetworkError: not all launchers came within ten minutes.
+        InvalidArgumentError: the numbers make no sense, the launchers have no secret, another one has the
+            same node number, or they disagree on the number of nodes or the version of torchestra.
+        StoreTimeoutError, DistNetworkError: not all launchers registered within ten minutes.
     """
 
     def __init__(self, nnodes: int, node: int, rendezvous: str, nproc: int, port: int) -> None:
@@ -118,7 +118,7 @@ class Nodes:
         return PrefixStore("launchers", joint)
 
     def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
-        """Return the launchers' words about themselves, by node, once all have come."""
+        """Return the entries of the launchers, by node, once all have registered."""
         mine = {
             "who": str(ProcessIdentity.current()),
             "token": secrets.token_hex(8),
@@ -141,7 +141,7 @@ class Nodes:
         return members
 
     def _agree_on_job(self, mine: Mapping[str, Any]) -> None:
-        """Make sure that the launchers are of one job, and of one torchestra."""
+        """Check that the launchers belong to one job and have one version of torchestra."""
         job = {"nnodes": self.nnodes, "torchestra": torchestra.__version__}
         first = json.loads(self._store.compare_set("job", "", json.dumps({**job, "node": self.node, **mine})))
         named = f"that of node {first['node']} ({first['who']})"
@@ -157,7 +157,7 @@ class Nodes:
             )
 
     def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any]) -> None:
-        """Wait for all launchers; after a moment, say for whom."""
+        """Wait for all launchers; after a moment, print which are missing."""
         clock, noticed = RunningClock(_LONGEST_LOOK), False
         while True:
             try:
@@ -185,7 +185,7 @@ class Nodes:
             )
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of this node's ranks, given the one they would have if it were alone."""
+        """Return the environment of this node's ranks, given the one they would have on a single node."""
         named = f"[{self._host}]" if ":" in self._host else self._host
         return {
             **own,
@@ -197,24 +197,24 @@ class Nodes:
         }
 
     def notify(self, when_failed: Callable[[], object]) -> None:
-        """Call a function once there is a failure for which this node's ranks are to end; perhaps twice."""
+        """Call a function, perhaps twice, once there is a failure that is to end this node's ranks."""
         self.when_failed = when_failed
         if self.other is not None or self.one_too_many is not None:
             when_failed()
 
     def report_failure(self, code: int, why: str) -> None:
-        """Have the other nodes end, because this one has failed."""
+        """Make the other nodes end, because this one has failed."""
         if self.other is None:
             with contextlib.suppress(DistError, OSError):
                 self._store.compare_set("failed", "", json.dumps([self.node, code, why]))
 
     def count_failure(self, failed: FailedRank, most: int) -> None:
-        """Count a failure here among those of all nodes; notify if it was one too many.
+        """Count a failure here among those of all nodes; notify if it exceeds the limit.
 
-        The store may be slow or gone, and the caller has ranks to look after: so a thread asks it.
+        A thread asks the store, which may be slow or gone, while the caller looks after its ranks.
 
         Args:
-            most: how many the job may survive; one rank at least must end well.
+            most: how many failures the job may survive; at least one rank must end well.
         """
         thread = threading.Thread(
             target=self._count, args=(failed, most), name="torchestra-failures", daemon=True
@@ -229,12 +229,12 @@ class Nodes:
                 self.when_failed()
 
     def finish_counting(self) -> None:
-        """Wait for the answers on all failures that were counted."""
+        """Wait for the store's answers on all counted failures."""
         for thread in self._counting:
             thread.join(_SILENT_SECONDS)
 
     def close(self) -> None:
-        """Leave; on node 0, once the others have ended, or have been silent for long."""
+        """Leave the job; on node 0, after the others have ended or have been silent for long."""
         self._closed.set()
         try:
             with contextlib.suppress(DistError, OSError):
@@ -246,7 +246,7 @@ class Nodes:
             self._close_server()
 
     def _await_the_others(self) -> None:
-        """Wait for the others; time in which this process, and the store in it, was stopped is no silence."""
+        """Wait for the others; time while this process, and so its store, was stopped is not silence."""
         beats: dict[int, bytes] = {}
         since: dict[int, float] = {}
         waiting = set(range(1, self.nnodes))
@@ -264,7 +264,7 @@ class Nodes:
                 nap(_REST_SECONDS)
 
     def _look_for_failure(self) -> None:
-        """Take a failure that came after the ranks of this node had ended: it is the job's all the same."""
+        """Note a failure that came after this node's ranks had ended: the job has failed all the same."""
         if self.other is None and self._store.check(["failed"]):
             node, code, why = json.loads(self._store.get("failed"))
             if node != self.node:
@@ -288,7 +288,7 @@ class Nodes:
                 if self._closed.is_set():
                     return
                 if isinstance(error.__cause__, TimeoutError) and not unanswered:
-                    unanswered = True  # perhaps both were stopped: then there is an answer now
+                    unanswered = True  # perhaps both processes were stopped: then the next try is answered
                     continue
                 node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
             if node != self.node:

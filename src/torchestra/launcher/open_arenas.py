@@ -1,6 +1,6 @@
 """The arenas that the processes of this user have open.
 
-Imports nothing that takes time: a launcher asks when its ranks are about to be ended.
+Imports nothing slow: a launcher uses this when it is about to end its ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OpenArena(NamedTuple):
     """An arena that a process has open.
 
     Attributes:
-        path: what to open to have it open too, while the process lives.
+        path: a path to open the arena by, while the process lives.
         key: the same for every process that has this arena open.
     """
 
@@ -32,9 +32,9 @@ class OpenArena(NamedTuple):
 
 
 def open_arenas(pids: Iterable[int] | None = None, proc: Path = PROC) -> Iterator[OpenArena]:
-    """Return the arenas that these processes, by default all of this user, have open to write to.
+    """Return the arenas that these processes, by default all of this user, have open for writing.
 
-    Ranks have; whoever has it open only to read looks on, as this process, and is none.
+    Only ranks have; a process that has an arena open only for reading observes it, as this one does.
     """
     user = os.geteuid()
     folders = proc.iterdir() if pids is None else (proc / str(pid) for pid in pids)
@@ -44,7 +44,7 @@ def open_arenas(pids: Iterable[int] | None = None, proc: Path = PROC) -> Iterato
         try:
             descriptors = list((folder / "fd").iterdir()) if folder.stat().st_uid == user else []
         except OSError:
-            continue  # it has ended, or may not be looked into
+            continue  # the process has ended, or this one may not inspect it
         for path in descriptors:
             with contextlib.suppress(OSError):
                 if os.readlink(path).startswith(_LINK) and path.lstat().st_mode & stat.S_IWUSR:

@@ -1,10 +1,10 @@
 """The ranks' output, line by line, on the launcher's own.
 
-Lines are whole: a line of one rank is never cut by another's. An unfinished line (a prompt, a progress
-bar) is shown once its rank has been silent for a moment, or has kept it for long; when somebody else
-must print meanwhile, it is ended, and goes on under a new prefix. A progress bar that redraws its
-line with a carriage return is redrawn in place on a terminal; elsewhere only what it showed last, at
-each such moment, is kept. Bytes pass as they are, so no encoding can fail.
+Lines are whole: no rank's line is cut by another's. An unfinished line (a prompt, a progress bar) is shown
+once its rank has been silent for a moment, or has left it unfinished for long; if another source prints
+meanwhile, the line is ended, and continues under a new prefix. A progress bar that redraws its line with a
+carriage return is redrawn in place on a terminal; in a file only its last state, at each such moment, is
+kept. Bytes are passed on unchanged, so no encoding can fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Writable(Protocol):
 
 
 class _AsText:
-    """A text stream without a buffer of bytes beneath (a notebook's, a test's), written to as bytes."""
+    """An adapter that writes bytes to a text stream without a byte buffer (a notebook's, a test's)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -42,7 +42,7 @@ class _AsText:
 
 
 class OutputSink:
-    """One place that output goes to, and which source has left its line unfinished there."""
+    """A destination of output, which knows the source that has left its line unfinished there."""
 
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream.isatty()
@@ -53,18 +53,18 @@ class OutputSink:
         """Write and flush.
 
         Raises:
-            BrokenPipeError: the reader of the output has gone.
+            BrokenPipeError: the reader of the output is gone.
         """
         self._out.write(data)
         self._out.flush()
 
     def say(self, text: str) -> None:
-        """Write lines of the launcher's own."""
+        """Write the launcher's own lines."""
         self.end_line()
         self.write(text.encode(errors="replace"))
 
     def end_line(self) -> None:
-        """Begin a new line if somebody left one unfinished."""
+        """Begin a new line if a source has left one unfinished."""
         if self.open_line is not None:
             self.open_line = None
             self.write(b"\n")
@@ -75,7 +75,7 @@ def open_sinks(stdout: TextIO, stderr: TextIO) -> tuple[OutputSink, OutputSink]:
     out = OutputSink(stdout)
     stdout.flush()
     same = stdout is stderr
-    # Others, as a notebook's, may show what is written wherever they like, whatever files they stand for.
+    # Other streams, such as a notebook's, may show output anywhere, whatever their file descriptors are.
     if hasattr(stdout, "buffer") and hasattr(stderr, "buffer"):
         with contextlib.suppress(OSError, ValueError):
             same = os.path.sameopenfile(stdout.fileno(), stderr.fileno())
@@ -83,14 +83,14 @@ def open_sinks(stdout: TextIO, stderr: TextIO) -> tuple[OutputSink, OutputSink]:
 
 
 def colours_wanted(terminal: bool) -> bool:
-    """Colour on a terminal, unless NO_COLOR or TERM=dumb forbids it; FORCE_COLOR asks for it anywhere."""
+    """Return whether to colour: on a terminal unless TERM=dumb, or with FORCE_COLOR; never with NO_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (terminal and os.environ.get("TERM") != "dumb")
 
 
 def prefix(rank: int, nproc: int, coloured: bool) -> bytes:
-    """Return the prefix of each line of a rank; nothing where the rank is alone."""
+    """Return the prefix of each line of a rank; empty if the rank is alone."""
     if nproc == 1:
         return b""
     label = f"[rank {rank:>{len(str(nproc - 1))}}]"
@@ -100,7 +100,7 @@ def prefix(rank: int, nproc: int, coloured: bool) -> bytes:
 
 
 class OutputSource:
-    """One output stream of one rank on its way to a sink."""
+    """One output stream of one rank, connected to a sink."""
 
     def __init__(self, sink: OutputSink, prefix: bytes) -> None:
         self._sink = sink
@@ -110,7 +110,7 @@ class OutputSource:
         self._last_heard = 0.0
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what the rank wrote; show every line that is now whole."""
+        """Accept a rank's output; show every line that is now whole."""
         if not self._prefix:
             self._sink.write(data)
             return
@@ -125,13 +125,13 @@ class OutputSource:
             self.show_unfinished()
 
     def due(self) -> float:
-        """Return when :meth:`show_unfinished` is due: never while there is nothing to show."""
+        """Return when :meth:`show_unfinished` is due: infinity while there is nothing to show."""
         if not self._pending.strip(b"\r"):
             return math.inf
         return min(self._last_heard + _SILENCE_S, self._pending_since + _PATIENCE_S)
 
     def show_unfinished(self) -> None:
-        """Show what the rank has written of a line that it has not ended."""
+        """Show the part of an unfinished line that the rank has written."""
         text = self._pending.rstrip(b"\r")
         if text:
             self._pending = self._pending[len(text) :][:1]

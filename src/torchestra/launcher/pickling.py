@@ -18,12 +18,12 @@ def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, elsew
     """Pickle a call: by reference where ranks can import the function, else by value (cloudpickle).
 
     Args:
-        function, arguments: what the ranks call.
-        elsewhere: the ranks are on hosts that may not have the file of this process's ``__main__``, so what
-            is defined there goes by value too.
+        function, arguments: the call that the ranks make.
+        elsewhere: whether the ranks are on hosts that may lack the file of this process's ``__main__``, so
+            that its definitions are pickled by value as well.
 
     Raises:
-        InvalidArgumentError: neither works, say because an argument holds a lock or a socket.
+        InvalidArgumentError: neither works, for example because an argument holds a lock or a socket.
     """
     main = MainModule() if elsewhere else _callers_main()
     importable = main != MainModule() or getattr(function, "__module__", None) != "__main__"
@@ -33,7 +33,7 @@ def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, elsew
     except Exception as error:
         if not isinstance(function, FunctionType):
             raise _cannot_pickle(error) from error
-    # Lambdas, nested functions, and what a notebook or an interactive session defines.
+    # For lambdas, nested functions, and definitions of a notebook or an interactive session.
     import cloudpickle
 
     try:
@@ -49,7 +49,7 @@ def _cannot_pickle(error: Exception) -> InvalidArgumentError:
 
 
 def _callers_main() -> MainModule:
-    """Return where this process's ``__main__`` came from."""
+    """Return the origin of this process's ``__main__``."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -70,10 +70,10 @@ def load_in_caller(file: BinaryIO) -> Any:
 
 
 def dump_result(result: Any, file: BinaryIO) -> None:
-    """Write what the function returned, in a rank.
+    """Write the function's result, in a rank.
 
     Raises:
-        TypeError: it, or something in it, cannot be pickled.
+        TypeError: the result, or something in it, cannot be pickled.
     """
     try:
         pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
@@ -88,7 +88,7 @@ def dump_result(result: Any, file: BinaryIO) -> None:
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """Return the exception as bytes, or None if it would not come out at the other end."""
+    """Return the exception as bytes, or None if it does not survive pickling."""
     try:
         data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -103,7 +103,7 @@ def dump_exception(error: BaseException) -> bytes | None:
 
 
 def _dumped_by_value(thing: object, file: BinaryIO) -> bool:
-    """Write what refers to a class or function that came by value itself, if that is what is the matter."""
+    """Pickle by value with cloudpickle, as classes that arrived by value need; return whether it worked."""
     import cloudpickle
 
     file.seek(0)
@@ -116,7 +116,7 @@ def _dumped_by_value(thing: object, file: BinaryIO) -> bool:
 
 
 class _InRank(pickle.Unpickler):
-    """Imports the caller's ``__main__`` when, and only when, something refers to it."""
+    """Imports the caller's ``__main__`` if, and only if, something refers to it."""
 
     def __init__(self, file: BinaryIO, main: MainModule) -> None:
         super().__init__(file)
@@ -130,7 +130,7 @@ class _InRank(pickle.Unpickler):
 
 
 class _InCaller(pickle.Unpickler):
-    """Knows that the ranks' ``__mp_main__`` is this process's ``__main__``."""
+    """Maps the ranks' ``__mp_main__`` to this process's ``__main__``."""
 
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class("__main__" if module == "__mp_main__" else module, name)

@@ -15,9 +15,9 @@ _BACKLOG = 1024
 class PortReservation:
     """Two ports of this host, for one job.
 
-    One listens before any rank exists, for torchestra's own store. The other, MASTER_PORT, is only bound: a
-    program that uses torch.distributed under this launcher lets its rank 0 listen there. It can (both sides
-    set SO_REUSEADDR), and nobody is given that port by chance meanwhile.
+    One listens before any rank exists, for torchestra's own store. The other, MASTER_PORT, is only bound:
+    rank 0 of a program that uses torch.distributed under this launcher listens there. It can (both sides
+    set SO_REUSEADDR), and the system assigns that port to no other process meanwhile.
 
     Args:
         host: the interface of MASTER_PORT; empty for all.
@@ -34,11 +34,11 @@ class PortReservation:
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT."""
+        """The number of MASTER_PORT."""
         return int(self._bound.getsockname()[1])
 
     def environment(self, base: Mapping[str, str], nproc: int) -> dict[str, str]:
-        """Return the environment of every rank of a job, but for RANK and LOCAL_RANK."""
+        """Return the environment of every rank of a job, except RANK and LOCAL_RANK."""
         size = str(nproc)
         return {
             **with_threads_per_rank(base, nproc),
@@ -51,11 +51,11 @@ class PortReservation:
         }
 
     def close(self) -> None:
-        """Give the ports back."""
+        """Release the ports."""
         self.listener.close()
         self._bound.close()
 
 
 def with_threads_per_rank(base: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """Return ``base`` with OMP_NUM_THREADS, a rank's share of the cores unless it is there already."""
+    """Return ``base`` with OMP_NUM_THREADS: a rank's share of the cores unless ``base`` sets it."""
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)), **base}

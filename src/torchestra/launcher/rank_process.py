@@ -1,8 +1,8 @@
 """A rank from the fork to its end: its environment, the user's code, its report of a failure, the exit.
 
 The rank ends in ``os._exit`` after doing what the interpreter does at its end (join threads, run exit
-handlers, destroy the program's objects, flush files). A whole ``Py_Finalize`` would take torch apart
-object by object, which in a forked process copies nearly every page of it: measured, 0.6 s per rank.
+handlers, destroy the program's objects, flush files). A whole ``Py_Finalize`` would destroy torch's
+objects one by one, which in a forked process copies nearly all of their pages: 0.6 s per rank, measured.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torchestra.launcher.root_cause import failure_from, user_traceback
 from torchestra.launcher.spec import Call, Failure, JobSpec, Returned
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP})
-"""The signals that a rank can get from its launcher, and that the fork server leaves alone."""
+"""The signals that a rank can get from its launcher; the fork server itself does not react to them."""
 
 
 def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
-    """Be rank ``rank`` of the job, in a process just forked; never returns.
+    """Run rank ``rank`` of the job in a process just forked; never return.
 
     Args:
         rank: which of the job's ranks on this host this process is.
@@ -86,7 +86,7 @@ def _take_environment(spec: JobSpec, rank: int) -> None:
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
-    # Ranks that began as processes of their own would not draw the same "random" numbers.
+    # Ranks started as separate processes would not draw the same "random" numbers either.
     np.random.seed()
 
 
@@ -114,7 +114,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _report(error: BaseException, control: socket.socket) -> int:
-    """Tell the launcher what ended this rank, while everything of the rank still stands."""
+    """Tell the launcher which exception ends this rank, before any of the rank's state is torn down."""
     error.__traceback__ = user_traceback(error.__traceback__)
     failure = failure_from(error, dump_exception(error))
     with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def _report(error: BaseException, control: socket.socket) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """Leave as the interpreter would, short of taking the loaded modules apart."""
+    """Exit as the interpreter would, but without destroying the loaded modules."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -145,7 +145,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _flush_open_files() -> None:
-    """Flush Python's files, also those that only a cycle or a module still holds, and C's."""
+    """Flush Python's files, including those that only a cycle or a module still holds, and C's."""
     writers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for thing in (sys.stdout, sys.stderr, *gc.get_objects()):
         if issubclass(type(thing), writers):

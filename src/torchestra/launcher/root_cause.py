@@ -1,10 +1,10 @@
 """Find the root cause: the rank whose failure ended a job, when several failed nearly together.
 
 When a rank dies, its peers fail within milliseconds because it died, and sometimes their report comes
-first: an exit takes time. Three facts tell cause from consequence, in this order: a rank that says
-"another rank is gone" is not the cause; one that a signal killed had no say, and is; of the rest the
-earlier is, by the host's one monotonic clock. A rank counts only if it failed before the launcher began to
-stop the others.
+first: an exit takes time. Three facts tell cause from consequence, in this order: a rank that
+reports "another rank is gone" is not the cause; one that a signal killed, and that could not report, is; of
+the rest it is the earliest, by the host's one monotonic clock. A rank counts only if it failed before the
+launcher began to stop the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FailedRank:
     Attributes:
         exit_code: its exit code; minus the signal's number where a signal killed it.
         time: ``time.monotonic()`` when the failure showed.
-        failure: what the rank itself said of it, if anything.
+        failure: the rank's own report, if any.
     """
 
     rank: int
@@ -51,10 +51,10 @@ class FailedRank:
 
 
 class NodeFailure(NamedTuple):
-    """The failure of another node, for which this one ends.
+    """The failure of another node, for which this node ends.
 
     Attributes:
-        why: in a line.
+        why: the reason, in one line.
     """
 
     node: int
@@ -63,11 +63,11 @@ class NodeFailure(NamedTuple):
 
 
 def failure_from(error: BaseException, exception: bytes | None = None) -> Failure:
-    """Return a rank's report of an exception that just reached its top.
+    """Return a rank's report of an uncaught exception.
 
     Args:
-        error: what reached the top.
-        exception: the same, pickled, if it is to travel.
+        error: the exception.
+        exception: the same, pickled, if it is to be sent.
     """
     return Failure(
         time=time.monotonic(),
@@ -89,11 +89,11 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def root_cause(failed_ranks: Iterable[FailedRank], survived: int = 0) -> FailedRank | None:
-    """Return the failed rank, of those given, that the others followed from; None if none are given.
+    """Return the failure that caused the others; None if no more than ``survived`` are given.
 
     Args:
-        failed_ranks: of different ranks.
-        survived: how many the job survives; the next in the order of causes before consequences is the cause.
+        failed_ranks: the failures, of different ranks.
+        survived: how many the job survives: the next one, in order from causes to consequences, is the cause.
     """
     ordered = sorted(
         failed_ranks, key=lambda failed: (failed.consequence, failed.exit_code >= 0, failed.time)

@@ -1,4 +1,4 @@
-"""``torchestra run`` while its job runs: the signals that it gets, and output that nobody reads."""
+"""``torchestra run`` while its job runs: handling of signals, and of output without a reader."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _INTERRUPT: StopPlan = ((signal.SIGINT, 5.0), (signal.SIGTERM, 0.5))
 _TERMINATE: StopPlan = ((signal.SIGTERM, 5.0),)
 _KILL: StopPlan = ()
 ENDING = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _TERMINATE, signal.SIGHUP: _TERMINATE}
-"""The signals that end a job, and how they do it."""
+"""The signals that end a job, each with its plan."""
 
 
 class _SecondSignal(BaseException):
-    """A signal came while an earlier one still waits to be seen: the launcher hangs in its output."""
+    """A signal came while an earlier one was still unhandled: the launcher hangs in its output."""
 
 
 def run_job(job: Job, received: list[int]) -> int | None:
-    """Run a job to its end; return an exit code if that was not an end to be reported on.
+    """Run a job to its end; return an exit code if the end needs no report.
 
     The signals that ended it are added to ``received``; afterwards such signals are ignored.
     """
@@ -44,7 +44,7 @@ def run_job(job: Job, received: list[int]) -> int | None:
 
 @contextlib.contextmanager
 def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
-    """Have the signals that end or halt the job act on the ranks; add those that end it to ``received``.
+    """Apply signals that end or halt the job to the ranks; add those that end it to ``received``.
 
     A handler only notes the signal; the job's loop, which the signal wakes, acts on it.
     """
@@ -81,7 +81,7 @@ def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
 
 
 def open_standard_files() -> None:
-    """Open files 0, 1 and 2 that the caller has closed, lest a pipe or socket of ours takes their number."""
+    """Open files 0, 1 and 2 if the caller closed them, lest a pipe or socket of ours takes their number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -94,7 +94,7 @@ def open_standard_files() -> None:
 
 
 def _give_up_output() -> None:
-    """Discard what is still buffered: nobody reads our output, and it must not fail once more at exit."""
+    """Discard buffered output: it has no reader, and must not fail once more at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

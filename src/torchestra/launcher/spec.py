@@ -34,7 +34,7 @@ class MainModule:
 
 @dataclass(frozen=True)
 class Call:
-    """A pickled ``(function, arguments)``; ``main`` serves what it refers to in the caller's ``__main__``."""
+    """A pickled ``(function, arguments)``; ``main`` is the caller's ``__main__``, which it may refer to."""
 
     payload: bytes = field(repr=False)
     main: MainModule = field(default_factory=MainModule)
@@ -50,8 +50,8 @@ class JobSpec:
     Attributes:
         nproc: how many ranks, all on this host.
         first_rank: the number of the first of them in the whole job.
-        first_local_rank: the same among the ranks on this host, where not all of them are of this spec.
-        world_size: how many ranks the whole job has; None: these.
+        first_local_rank: the same among the ranks on this host, if not all of them belong to this spec.
+        world_size: how many ranks the whole job has; None if it has only these.
         target: what each of them runs.
         environment: the whole environment of a rank, except the four variables that name the rank.
         directory: the working directory of the ranks.
@@ -70,15 +70,15 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's report of the exception that ends it, sent before anything of it is torn down.
+    """A rank's report of the exception that ends it, sent before the rank tears anything down.
 
     Attributes:
         time: ``time.monotonic()`` when the exception reached the top.
-        exit_code: what the rank will exit with; negative for a signal.
+        exit_code: the code that the rank will exit with; negative for a signal.
         summary: the last line of the traceback, such as ``ValueError: no``.
         traceback: the whole traceback as text, beginning at the user's own code.
-        consequence: the exception says that another rank is gone, so that rank is the cause.
-        exception: the pickled exception, or None where it does not survive pickling.
+        consequence: whether the exception says that another rank is gone, so that rank is the cause.
+        exception: the pickled exception, or None if it does not survive pickling.
     """
 
     time: float
@@ -96,10 +96,10 @@ class Returned:
 
 @dataclass(frozen=True)
 class SignalRanks:
-    """Send a signal to every rank alive; ``final`` says that the job shall end by it.
+    """Send a signal to every rank alive; ``final`` says that it is to end the job.
 
-    SIGKILL, SIGSTOP and SIGCONT go to the process groups, any other signal to the ranks alone: how
-    a rank's children are ended gently is the rank's affair.
+    SIGKILL, SIGSTOP and SIGCONT go to the process groups, any other signal to the ranks alone: a
+    rank itself must end its children gently.
     """
 
     signum: int
@@ -124,7 +124,7 @@ class Ended:
 
     Attributes:
         exit_code: its exit code; minus the signal's number where a signal killed it.
-        time: ``time.monotonic()`` when that was seen.
+        time: ``time.monotonic()`` when the server noticed it.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """The standard input of a job: rank 0 has the launcher's, the others have none.
 
-A file or a pipe is simply inherited. A terminal cannot be: each rank is a process group of its own,
-and only the launcher's may read the terminal. So the launcher passes on what is typed, line by line,
+A file or a pipe is simply inherited. A terminal cannot be: each rank has its own process group,
+and only the launcher's may read the terminal. So the launcher forwards terminal input, line by line,
 which is enough for ``input()`` and for ``breakpoint()`` in rank 0.
 """
 
@@ -32,7 +32,7 @@ class StandardInput:
             os.set_blocking(self._to_rank, False)
 
     def relay(self, loop: EventLoop) -> None:
-        """Pass on what is typed for as long as the job's loop runs. Only a terminal needs it."""
+        """Forward terminal input while the job's loop runs; do nothing if the input is not a terminal."""
         if self._to_rank is not None:
             # Reading from the background is then an error rather than a stop of the launcher.
             signal.signal(signal.SIGTTIN, signal.SIG_IGN)
@@ -50,7 +50,7 @@ class StandardInput:
         except BrokenPipeError:
             typed = b""
         except OSError:
-            # In the background, where the terminal is another program's: ask again later.
+            # In the background, where another program has the terminal: try again later.
             loop.unwatch(0)
             loop.call_at(time.monotonic() + _RETRY_S, lambda: loop.watch(0, lambda: self._pass_on(loop)))
             return

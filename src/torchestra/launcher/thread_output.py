@@ -1,4 +1,4 @@
-"""The output of ranks that are threads of this process: whole lines, each with its rank, as of processes."""
+"""The output of ranks that are threads of this process: whole lines, each with its rank, as for processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = ("stdout", "stderr")
 
 
 class _ByRank(io.TextIOBase):
-    """Prefixes what threads of a rank write; passes on all else to the stream that it stands for."""
+    """Prefixes output of a rank's threads; passes all other output to the original stream."""
 
     def __init__(self, original: TextIO) -> None:
         self.original = original
@@ -34,12 +34,12 @@ class _ByRank(io.TextIOBase):
             if source is None:
                 label = prefix(here.rank, here.size, colours_wanted(self._sink.terminal))
                 source = self._sources[here.rank, here.size] = OutputSource(self._sink, label)
-            self.original.flush()  # what the stream has kept comes first: the sink writes beneath it
+            self.original.flush()  # buffered output comes first: the sink writes beneath the buffer
             source.feed(text.encode(errors="replace"), time.monotonic())
         return len(text)
 
     def end(self) -> None:
-        """Show what ranks have written of lines that they have not ended."""
+        """Show the unfinished lines of all ranks."""
         with self._lock:
             for source in self._sources.values():
                 source.show_unfinished()
@@ -65,7 +65,7 @@ _users = 0
 
 @contextlib.contextmanager
 def outputs_by_rank() -> Iterator[None]:
-    """Prefix the lines that thread ranks print meanwhile; several threads may do so at a time."""
+    """Prefix the lines that thread ranks print in the block; several threads may use it concurrently."""
     global _users
     with _lock:
         _users += 1

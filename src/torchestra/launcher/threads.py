@@ -1,8 +1,8 @@
 """Ranks that are threads of this process: no start-up cost, one debugger, shared memory as it is.
 
 A thread cannot be ended from outside. When a rank fails, its groups are destroyed as it leaves, so that
-its peers get an error in the operation they wait in; a rank that waits for something else is given up
-after a moment and keeps running, as a daemon, until it ends or the process does.
+its peers get an error in the operation that they wait in. A rank that waits for something else is given
+up after a moment, and keeps running, as a daemon, until it ends or the process does.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ThreadRank:
 
     Attributes:
         done: whether it has ended.
-        result: what its function returned.
-        error: what its function raised, if it did.
-        failure: a report of that.
+        result: the result of its function.
+        error: the exception that its function raised, if any.
+        failure: a report of that exception.
     """
 
     def __init__(self, rank: int) -> None:
@@ -45,7 +45,7 @@ class ThreadRank:
         self.thread: threading.Thread
 
     def frames(self) -> traceback.StackSummary:
-        """Return where the rank is just now, the outermost frame first."""
+        """Return the rank's current stack, the outermost frame first."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
 
@@ -58,8 +58,9 @@ class ThreadRanks:
     """Threads that call a function, each as a rank of one world; they begin at once.
 
     Args:
-        function: what each calls, with its rank.
-        leave: what each calls afterwards, whatever became of ``function``; its failure is the rank's as well.
+        function: the function that each calls, with its rank.
+        leave: the function that each calls afterwards, even if ``function`` raised; its failure counts as the
+            rank's.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ def launch_threads(fn: Callable[..., T], nproc: int, args: tuple[Any, ...], time
     """Run :func:`torchestra.launch` with ``kind="threads"``; each rank finds its world by itself.
 
     Raises:
-        RankError, LaunchTimeoutError: as told there.
+        RankError, LaunchTimeoutError: as documented there.
     """
     with outputs_by_rank():
         threads = ThreadRanks(nproc, lambda rank: fn(*args))

@@ -20,25 +20,25 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platst
 
 
 def is_ours(path: str) -> bool:
-    """Return whether a file is of torchestra."""
+    """Return whether a file belongs to torchestra."""
     return path.startswith(_OURS)
 
 
 def is_users(path: str) -> bool:
-    """Return whether a file is none of torchestra's, of torch's, of other libraries' or of Python's own."""
+    """Return whether a file belongs to neither torchestra, nor torch, nor other libraries, nor Python."""
     return not path.startswith((_OURS, _TORCHS, "<", *_LIBRARIES))
 
 
 def end_in_users_code(error: BaseException) -> None:
-    """Take the frames of torchestra and of torch beneath the user's code out of tracebacks, for good.
+    """Remove the frames of torchestra and of torch beneath the user's code from tracebacks, for good.
 
-    So with each error of the chain that is torchestra's own, or that a function of torch.distributed raises
-    itself: they say what has happened and what to do. Any other keeps all its frames, as its cause may be
-    anywhere.
+    This applies to each error of the chain that is torchestra's own, or that a function of torch.distributed
+    raises itself: these say what has happened and what to do. Any other error keeps all its frames, as its
+    cause may be anywhere.
     """
     for each in _chain(error):
         if isinstance(each, DistError) or _innermost(each.__traceback__).endswith(_TORCHS_FUNCTIONS):
-            with contextlib.suppress(TypeError):  # an exception that refuses it keeps what it has
+            with contextlib.suppress(TypeError):  # an exception that refuses it keeps its traceback
                 each.__traceback__ = _shortened(each.__traceback__)
 
 

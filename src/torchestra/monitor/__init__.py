@@ -1,1 +1,1 @@
-"""Looking at jobs of this host from outside: ``torchestra top`` and ``torchestra report``."""
+"""Views of this host's jobs from outside: ``torchestra top`` and ``torchestra report``."""

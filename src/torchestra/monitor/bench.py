@@ -1,4 +1,4 @@
-"""``torchestra bench``: how long torchestra's operations take on this machine.
+"""``torchestra bench``: time torchestra's operations on this machine.
 
 The comparison with Gloo, MPI and TensorPipe is not part of the package: it is in the ``benchmarks`` folder of
 the source repository, and ``make bench`` runs it there.
@@ -32,7 +32,7 @@ _DTYPES = "float32"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("-n", "--nproc", type=int, default=2, metavar="N", help="ranks (%(default)s)")
@@ -81,7 +81,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _cells(options: argparse.Namespace) -> list[Cell]:
-    """Return the lines that the arguments ask for; a barrier has one, which has no bytes."""
+    """Return the lines of the table that the arguments ask for; a barrier has one line, of 0 bytes."""
     from torchestra.engine.operations import DTYPE_NAMES
     from torchestra.monitor.operation_timing import Cell, operations
 
@@ -104,7 +104,7 @@ def parse_size(text: str) -> int:
     """Return a number of bytes: ``4``, ``4B``, ``64KB``, ``1 MB``.
 
     Raises:
-        InvalidArgumentError: the text is none, or the number is 0.
+        InvalidArgumentError: the text is not a size, or the size is 0.
     """
     cleaned = text.strip().upper()
     digits = cleaned.rstrip("BKMG ")

@@ -1,4 +1,4 @@
-"""``torchestra doctor``: what torchestra finds on this machine, and what that means for it."""
+"""``torchestra doctor``: the features of this machine that torchestra depends on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 
 class CheckResult(NamedTuple):
-    """One thing looked at: what was found, and a remark where it is not as it should be."""
+    """The result of one check: the finding, and a remark if it is not as it should be."""
 
     subject: str
     found: str
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what was found; 1 if something is in the way of torchestra, else 0."""
+    """Print the results; return 1 if something prevents torchestra from working, else 0."""
     from rich.console import Console
     from rich.table import Table
 
@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[CheckResult]:
-    """Look at the machine; does not import torch."""
+    """Check the machine, without importing torch."""
     yield CheckResult("python", f"{platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
         yield CheckResult(package, _version(package))
@@ -129,7 +129,7 @@ def _memory_files() -> CheckResult:
 
 
 def _has_file_locks() -> bool:
-    """Return whether a process sees the lock of another on a memory file."""
+    """Return whether a process sees another's lock on a memory file."""
     try:
         descriptor = make_memory_file("torchestra-doctor")
     except DistBackendError:
@@ -160,7 +160,7 @@ def _has_pidfd() -> bool:
 
 
 def _has_futex() -> bool:
-    """Return whether a FUTEX_WAKE of nobody succeeds."""
+    """Return whether a FUTEX_WAKE without waiters succeeds."""
     number = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
     word = ctypes.c_uint32(0)
     futex_wake = 1
@@ -174,7 +174,7 @@ def _open_files() -> CheckResult:
 
 
 def _entries() -> CheckResult:
-    """Look at how torch's tensors are read, which takes torch."""
+    """Check how torchestra reads torch's tensors; imports torch."""
     from torchestra.engine.entries.tensor_access import why_not
 
     missing = why_not()
@@ -193,7 +193,7 @@ def _secret() -> CheckResult:
 
 
 def _switch() -> CheckResult:
-    """Look at what ``import torch`` is to do for programs of torch.distributed."""
+    """Check the setting of what ``import torch`` does for programs that use torch.distributed."""
     subject = "torch.distributed"
     try:
         backend = switched_backend()
@@ -218,7 +218,7 @@ def _torch_backends() -> Sequence[importlib.metadata.EntryPoint]:
 
 
 def _knows_users() -> bool:
-    """Return whether the kernel tells whose the other end of a connection within this host is."""
+    """Return whether the kernel tells which user has the other end of a connection within this host."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as end,

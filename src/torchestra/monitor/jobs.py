@@ -1,8 +1,7 @@
-"""The jobs that run on this host: found by the arenas that their processes have open, and by nothing else.
+"""The jobs that run on this host, found only by the arenas that their processes have open.
 
-A job leaves no note anywhere, so nothing is left when it is killed. Every rank keeps its groups' arenas open
-(arena.py), under a name that /proc tells; which processes may be looked into is the system's business: those
-of the same user.
+A job registers nowhere, so nothing is left when it is killed. Every rank keeps its groups' arenas open
+(arena.py), under a name that /proc shows; the system lets a user see only the user's own processes there.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ class Group:
     """A group of a job.
 
     Attributes:
-        arena: what its ranks share.
-        pids: the processes that have it open.
+        arena: the memory that its ranks share.
+        pids: the processes that have the arena open.
     """
 
     arena: ForeignArena
     pids: set[int] = field(default_factory=set)
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process of a rank runs (a thread's is that of all)."""
+        """Return whether the process of a rank runs (ranks that are threads have the same process)."""
         pid, started = self.arena.process(rank)
         if pid in self.pids and process_start(pid) == started:
             return True
-        return self.arena.is_held(rank)  # it may have another number in a PID namespace of its own
+        return self.arena.is_held(rank)  # the rank may have another pid in a PID namespace of its own
 
 
 @dataclass
@@ -47,20 +46,20 @@ class Job:
     """Groups that have processes in common.
 
     Attributes:
-        groups: the largest first, and then in the order in which they were made.
+        groups: the largest first, those of one size in the order in which they were made.
     """
 
     groups: list[Group]
 
     @property
     def pids(self) -> set[int]:
-        """Its ranks' processes."""
+        """The process ids of its ranks."""
         return {pid for group in self.groups for pid in group.pids}
 
     @property
     def pid(self) -> int:
-        """Return what the job is called by: the process of rank 0 of its first group, or the first that
-        lives.
+        """Return the pid that names the job: the process of rank 0 of its first group, or the first
+        rank's that lives.
         """
         pid, _ = self.groups[0].arena.process(0)
         return pid if pid in self.pids else min(self.pids)
@@ -79,10 +78,10 @@ class Job:
 
 
 def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
-    """Return the jobs of this user that run on this host now, those that began first come first.
+    """Return this user's jobs that run on this host now, in the order in which they began, and complaints.
 
-    Of all processes, or only of those given. And what looks like an arena but cannot be read, because it is
-    damaged or of another version of torchestra: a line for each that says why.
+    Looks at all processes, or only at those given. There is a complaint, in one line, for each arena that
+    cannot be read because it is damaged or of another version of torchestra.
     """
     groups: dict[tuple[int, int], Group] = {}
     refused: dict[tuple[int, int], str] = {}
@@ -108,10 +107,10 @@ def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
 
 
 def choose_job(pid: int | None) -> Job:
-    """Return the job of a process (a rank, or the launcher), or the only one that runs.
+    """Return the job of a process (a rank or the launcher), or the only job that runs.
 
     Raises:
-        InvalidArgumentError: there is none, or there are several to choose from; says which.
+        InvalidArgumentError: there is none, or there are several, which the message lists.
     """
     jobs, unreadable = find_jobs()
     refused = "".join(f"\n  {text}" for text in unreadable)
@@ -147,7 +146,7 @@ def _opened(path: Path) -> ForeignArena:
     try:
         return ForeignArena(descriptor)
     finally:
-        close(descriptor)  # it may be this process's own
+        close(descriptor)  # the arena may be this process's own
 
 
 def _ancestry(pid: int) -> set[int]:

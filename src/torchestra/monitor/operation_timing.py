@@ -1,4 +1,4 @@
-"""Time operations on the ranks of ``torchestra bench``, each of which runs :func:`time_operations`."""
+"""The timing of operations on the ranks of ``torchestra bench``: each calls :func:`time_operations`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Call = Callable[[], object]
 Make = Callable[[int], torch.Tensor]
 
 SEND_RECV = "send_recv"
-_BATCH_S = 100e-6  # shorter calls are timed several at once: reading the clock takes a twentieth of a call
+_BATCH_S = 100e-6  # shorter calls are timed in batches: reading the clock takes a twentieth of a call
 _FEWEST_BATCHES, _MOST_BATCHES = 3, 10_000
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the table: an operation, its dtype by name, and the bytes that each rank puts in."""
+    """One line of the table: an operation, its dtype by name, and the bytes that each rank contributes."""
 
     operation: str
     dtype: str
@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Timing:
-    """The microseconds of a call on the slowest rank: median, 99th percentile and best of all batches."""
+    """Microseconds per call on the slowest rank: median, 99th percentile and best of all batches."""
 
     median_us: float
     p99_us: float
@@ -42,7 +42,7 @@ class Timing:
 
 
 def operations() -> list[str]:
-    """Return the operations that can be timed: the collectives of the table, and messages."""
+    """Return the operations that can be timed: the table's collectives, and messages."""
     return [*COLLECTIVES, SEND_RECV]
 
 
@@ -52,7 +52,7 @@ def time_operations(cells: Sequence[Cell], seconds_per_cell: float, symmetric: b
     Args:
         cells: what to time, in order.
         seconds_per_cell: how long each cell is timed.
-        symmetric: whether tensors live in the group's memory (:func:`torchestra.empty`).
+        symmetric: whether the tensors are in the group's memory (:func:`torchestra.empty`).
     """
     dist.init_process_group()
     try:
@@ -79,7 +79,7 @@ def _prepare(cell: Cell, symmetric: bool) -> Call:
 
 
 def _collective(row: Collective, count: int, make: Make) -> Call:
-    """Return a call of a row's public function, to which each rank gives ``count`` elements."""
+    """Return a call of a row's public function with ``count`` elements on each rank."""
     ranks, is_root = dist.get_world_size(), dist.get_rank() == 0
     assert row.input is not None
     assert row.output is not None
@@ -96,7 +96,7 @@ def _collective(row: Collective, count: int, make: Make) -> Call:
 
 
 def _message(count: int, make: Make) -> Call:
-    """Return a call that sends a message round: every rank to the next one, from the one before."""
+    """Return a call in which each rank sends a message to the next rank and receives the previous rank's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     send = partial(dist.send, make(count), (rank + 1) % ranks)
     recv = partial(dist.recv, make(count), (rank - 1) % ranks)
@@ -112,7 +112,7 @@ def _message(count: int, make: Make) -> Call:
 def _time(call: Call, seconds_per_cell: float) -> Timing:
     batch = 1
     estimate = min(_batches(call, batch, 3))
-    while estimate * batch < _BATCH_S / 2:  # the first calls are cold, and each reads the clock
+    while estimate * batch < _BATCH_S / 2:  # the first calls run with cold caches, and each reads the clock
         batch *= 8
         estimate = min(_batches(call, batch, 3))
     count = min(max(round(seconds_per_cell / (estimate * batch)), _FEWEST_BATCHES), _MOST_BATCHES)

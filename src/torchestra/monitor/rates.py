@@ -1,4 +1,4 @@
-"""Rates of ranks between two looks at them: operations and bytes per second, waiting, and for whom."""
+"""Rates of ranks between two samples: operations and bytes per second, and time spent waiting."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _WORTH_TELLING = 0.01
 
 @dataclass(frozen=True)
 class RankRates:
-    """One rank between two looks.
+    """The rates of one rank between two samples.
 
     Attributes:
-        operations: collectives and messages begun, per second.
-        bytes: moved by those that ended, per second.
-        waiting: the share of the time spent waiting for other ranks, 0 to 1.
-        waited_for: by rank, that share.
+        operations: collectives and messages begun per second.
+        bytes: bytes per second moved by operations that ended.
+        waiting: the share of time spent waiting for other ranks, 0 to 1.
+        waited_for: the same share by the rank waited for.
     """
 
     operations: float
@@ -28,13 +28,13 @@ class RankRates:
 
     @property
     def awaited(self) -> int | None:
-        """Return the rank that it waited for most, if it waited."""
+        """Return the rank that this rank waited for most, if it waited."""
         most = max(range(len(self.waited_for)), key=self.waited_for.__getitem__)
         return most if self.waited_for[most] >= _WORTH_TELLING else None
 
 
 def rates(before: FlightRecord, after: FlightRecord) -> list[RankRates]:
-    """Return the rates of every rank of a group, from two looks at it."""
+    """Return the rates of every rank of a group, from two samples of its record."""
     seconds = max(1e-6, after.taken - before.taken)
     return [
         _rates(early, _waits(early, before.taken), late, _waits(late, after.taken), seconds)
@@ -43,7 +43,7 @@ def rates(before: FlightRecord, after: FlightRecord) -> list[RankRates]:
 
 
 def straggler(of_ranks: list[RankRates]) -> tuple[int, float] | None:
-    """Return the rank that the others waited for most, and the share of their time; None if nobody waits."""
+    """Return the rank that the others waited for most, and that share of their time; None if none waited."""
     if len(of_ranks) < 2:
         return None
     shares = [
@@ -74,7 +74,7 @@ def _rates(
 
 
 def _waits(rank: RankRecord, now: float) -> list[float]:
-    """Return the seconds waited so far for each rank, what goes on at this moment included."""
+    """Return the seconds waited so far for each rank, including a wait that has not ended."""
     waited = list(rank.waited_for)
     if rank.waiting_for is not None and rank.waiting_since is not None:
         waited[rank.waiting_for] += max(0.0, now - rank.waiting_since)

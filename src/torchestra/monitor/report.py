@@ -1,7 +1,7 @@
 """``torchestra report``: the flight record of a job as a trace file, or as a page that shows it.
 
-The record is that of a running (or hung) job of this host, or what a job left: see TORCHESTRA_RECORD and
-``torchestra run --record``.
+The record comes from a running (or hung) job of this host, or from files that a job left: see
+TORCHESTRA_RECORD and ``torchestra run --record``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ to it by the variable TORCHESTRA_RECORD: give that directory, or files of it, wi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -65,9 +65,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def write_page(path: str | Path, trace: dict[str, Any]) -> None:
-    """Write a page that shows a trace by itself: one file, nothing loaded from anywhere."""
+    """Write a self-contained page that shows a trace: one file, which loads nothing else."""
     template = resources.files("torchestra.monitor").joinpath("viewer.html").read_text(encoding="utf-8")
-    # Inside a script element, no text may end it.
+    # No text in a script element may end the element.
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
     with replacing(path) as file:
         file.write(template.replace(_PLACEHOLDER, data))

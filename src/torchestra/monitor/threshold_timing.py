@@ -1,7 +1,7 @@
-"""Find the best thresholds for groups of as many ranks as run this: :func:`measure_thresholds`.
+"""The search for the best thresholds for groups of as many ranks as run it: :func:`measure_thresholds`.
 
 Variants take turns, and the best turn of each counts, on the slowest rank: other programs can only make a
-turn longer. A threshold stays as it usually is unless another is better by more than turns differ anyhow.
+turn longer. A threshold keeps its usual value unless another is better by more than the noise between turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchestra.engine.kernels.selection import Choices
 __all__ = ["join_and_measure", "measure_thresholds"]
 
 _TURNS = 5
-_SETTINGS = 30  # how many are timed, about
+_SETTINGS = 30  # about how many are timed
 _BETTER = 0.95
 _KIB, _MIB = 1 << 10, 1 << 20
 _NEVER = 1 << 62
@@ -29,7 +29,7 @@ _LARGEST_STREAMED = 32 * _MIB
 
 
 def join_and_measure(seconds: float) -> Choices:
-    """Be a rank of ``torchestra tune``: join the group and :func:`measure_thresholds`."""
+    """Run a rank of ``torchestra tune``: join the group and call :func:`measure_thresholds`."""
     torch.set_num_threads(1)
     dist.init_process_group()
     try:
@@ -41,11 +41,11 @@ def join_and_measure(seconds: float) -> Choices:
 
 
 def measure_thresholds(engine: Any, seconds: float) -> Choices:
-    """Return what suits the default group best; every rank calls it, and returns the same.
+    """Return the best thresholds for the default group; every rank calls this, and gets the same result.
 
     Args:
-        engine: of that group, which is on one host.
-        seconds: how long to measure, about.
+        engine: the engine of that group, which is on one host.
+        seconds: about how long to measure.
     """
     timing = _Timing(engine, seconds / _SETTINGS / _TURNS)
     buffer_bytes = engine.context.arena.buffer_bytes
@@ -60,7 +60,7 @@ def measure_thresholds(engine: Any, seconds: float) -> Choices:
 
 
 def _direct(timing: _Timing, choices: Choices, buffer_bytes: int) -> int:
-    """Return up to which size it is not slower that every rank reads every tensor."""
+    """Return the largest size in bytes at which it is not slower that every rank reads every tensor."""
     tensor, direct = torch.zeros(buffer_bytes // 4), 0
     for size in _powers(4 * _KIB, buffer_bytes):
         variants = [replace(choices, direct=0), replace(choices, direct=size)]
@@ -72,7 +72,7 @@ def _direct(timing: _Timing, choices: Choices, buffer_bytes: int) -> int:
 
 
 def _stream_above(timing: _Timing, choices: Choices) -> int:
-    """Return from which size on it is faster to write results past the caches."""
+    """Return the size in bytes above which it is faster to write results past the caches."""
     tensor, above = torch.zeros(_LARGEST_STREAMED // 4), choices.stream_above
     for size in reversed(_powers(_MIB, _LARGEST_STREAMED)):
         variants = [replace(choices, stream_above=_NEVER), replace(choices, stream_above=0)]
@@ -106,13 +106,13 @@ class _Timing:
         return variants[fastest] if times[fastest] < times[0] * _BETTER else usual
 
     def times(self, variants: Sequence[Choices], call: Callable[[], object]) -> list[float]:
-        """Return the seconds of a call with each of the variants."""
+        """Return the seconds that a call takes with each of the variants."""
         count = max(1, round(self._seconds / max(self._turn(variants[0], call, 2), 1e-7)))
         turns = [[self._turn(variant, call, count) for variant in variants] for _ in range(_TURNS)]
         return [min(taken) for taken in zip(*turns, strict=True)]
 
     def _turn(self, variant: Choices, call: Callable[[], object], count: int) -> float:
-        """Return the mean of some calls on the slowest rank. The same on every rank, as all decide by it."""
+        """Return the mean time of some calls on the slowest rank: the same on every rank, as all use it."""
         dist.barrier()
         self._engine.choices = variant
         call()

@@ -1,6 +1,6 @@
-"""``torchestra top``: shows what the ranks of a running job do, how fast, and for whom they wait.
+"""``torchestra top``: show what the ranks of a running job do, how fast, and which ranks they wait for.
 
-It maps the job's arenas read-only and looks at them from time to time; the job is not asked for anything.
+It maps the job's arenas read-only and samples them from time to time; the job takes no part in this.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WAITING is the share of the time that a rank has waited for others, and FOR the 
 the straggler, named below the table. Waits of some microseconds are not counted. FOR SO LONG tells how long
 the operation has been running, or when it ended. Numbers are taken between two looks.
 """
-_ENTRIES = 16  # the last of a rank: enough to find the message that it hangs in
+_ENTRIES = 16  # a rank's last entries: enough to find the message that it hangs in
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _MOST_RANKS_SHOWN = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Look:
-    """One group at one moment: its record, the rates since the look before, and which ranks live."""
+    """A sample of one group: its record, the rates since the previous sample, and which ranks live."""
 
     record: FlightRecord
     rates: list[RankRates]
@@ -74,7 +74,7 @@ class Look:
 
 
 class Watch:
-    """Looks at a job again and again."""
+    """Samples a job repeatedly."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -84,7 +84,7 @@ class Watch:
         return [read_flight_record(group.arena, _ENTRIES) for group in self._job.groups]
 
     def look(self) -> list[Look]:
-        """Return all groups, with their rates since the look before."""
+        """Return all groups, with their rates since the previous sample."""
         records = self._records()
         looks = [
             Look(after, rates(before, after), [group.is_alive(rank) for rank in range(len(after.ranks))])
@@ -102,7 +102,7 @@ def _seconds(text: str) -> float:
 
 
 def _still_there(job: Job) -> Job | None:
-    """Return the same job as it is now: groups come and go, ranks die."""
+    """Return the same job as it is now, because groups come and go and ranks die; None if it has ended."""
     jobs, _ = find_jobs(job.pids)  # quicker than to look at all processes
     return next(iter(jobs), None)
 
@@ -131,7 +131,7 @@ def _print_once(job: Job, interval: float) -> None:
         console = Console(width=200)
     watch = Watch(job)
     time.sleep(interval)
-    # print() makes a text of its own of what it is given, which would be wrapped.
+    # print() would make a new text of its argument, and wrap it.
     console.print(_title(job), highlight=False, overflow="ellipsis", no_wrap=True)
     console.print(*tables(watch.look()), sep="\n", highlight=False)
 

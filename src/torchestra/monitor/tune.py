@@ -1,4 +1,4 @@
-"""``torchestra tune``: measure which thresholds between algorithms suit this machine, and keep them."""
+"""``torchestra tune``: measure the best thresholds between algorithms on this machine, and save them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ rank that makes a group decides for all of its ranks. Run it while nothing else 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, keep and print thresholds; return 1 if a rank failed, 2 if an argument is wrong."""
+    """Measure, save and print thresholds; return 1 if a rank failed, 2 if an argument is wrong."""
     from torchestra.engine import tuned_thresholds
 
     if options.forget:

@@ -1,8 +1,8 @@
 """Ranks in a notebook: ``%load_ext torchestra.notebook``, then cells that begin with ``%%ranks 4``.
 
 The ranks are processes that stay from cell to cell, with their variables. IPython calls ``magics.py``;
-``session.py`` is the notebook's end of the ranks, ``cells.py`` what a rank does. For a single function
-:func:`torchestra.launch` is enough, also with functions that a cell defines.
+``session.py`` runs in the notebook and drives the ranks, ``cells.py`` runs on each rank. For a single
+function :func:`torchestra.launch` is enough, also if a cell defines the function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of a notebook: runs one cell after the other in the same namespace, until the notebook is gone."""
+"""A rank of a notebook: runs one cell after another in the same namespace, until the notebook is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchestra.launcher.user_frames import end_in_users_code
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank is ready for cells. ``token`` proves that the notebook has started it."""
+    """A rank is ready for cells. ``token`` proves that the notebook started it."""
 
     rank: int
     token: str
@@ -31,7 +31,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Cell:
-    """Python to run; ``number`` is for tracebacks."""
+    """Python source to run; ``number`` is the cell's number in tracebacks."""
 
     number: int
     source: str
@@ -42,10 +42,10 @@ class CellEnd:
     """A cell has ended on a rank.
 
     Attributes:
-        summary: the exception in a line, empty if there was none.
-        traceback: of it.
-        consequence: the exception says that another rank is gone, so that rank is the cause.
-        sequence: how many operations the default group has seen; None without one.
+        summary: the exception in one line, empty if there was none.
+        traceback: the exception's traceback.
+        consequence: whether the exception says that another rank is gone, so that rank is the cause.
+        sequence: how many operations the default group has run; None without a default group.
     """
 
     summary: str = ""
@@ -56,12 +56,12 @@ class CellEnd:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave all groups, so that whoever waits for this rank in one gets an error. Not answered."""
+    """Leave all groups, so that ranks that wait for this one get an error. The rank does not answer."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """Leave what groups there are, and make a default group, meeting in a directory. Answered by CellEnd."""
+    """Leave all groups, and make a default group, meeting in a directory. The rank answers with CellEnd."""
 
     directory: str
 
@@ -74,9 +74,9 @@ class World:
     """The world that the ranks are in.
 
     Attributes:
-        name: whose default group they join (see :mod:`torchestra.interop.world_names`).
-        size: how many they are.
-        timeout_s: how long its operations may wait, in seconds.
+        name: the library whose default group they join (see :mod:`torchestra.interop.world_names`).
+        size: how many ranks there are.
+        timeout_s: how long operations of the default group may wait, in seconds.
     """
 
     name: str
@@ -85,7 +85,7 @@ class World:
 
 
 def serve_cells(path: str, token: str, world: World) -> None:
-    """Be a rank: connect to the notebook's socket at ``path``, and do what it says."""
+    """Run a rank: connect to the notebook's socket at ``path``, and carry out its orders."""
     notebook = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     notebook.connect(path)
     rank_world.prepare_process(world.name)
@@ -104,7 +104,7 @@ def serve_cells(path: str, token: str, world: World) -> None:
 
 
 class _Runner:
-    """Runs the cells of one rank. An interrupt reaches a cell, and nothing between two cells."""
+    """Runs the cells of one rank. An interrupt reaches only a running cell."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.rank = rank
@@ -122,13 +122,13 @@ class _Runner:
             raise KeyboardInterrupt
 
     def join(self, directory: str) -> CellEnd:
-        """Leave all groups and make a default group anew."""
+        """Leave all groups and make a new default group."""
         with contextlib.suppress(Exception):
             rank_world.leave(self._world.name)
         return self._attempt(self._join, directory)
 
     def run(self, cell: Cell) -> CellEnd:
-        """Run a cell; print what its last expression gives, as a notebook does."""
+        """Run a cell; print the value of its last expression, as a notebook does."""
         name = f"cell {cell.number} of the ranks"
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[name] = (len(cell.source), None, lines, name)

@@ -45,15 +45,15 @@ class RanksMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on ranks, which are processes that keep their variables from cell to cell.
 
-        ``%%ranks 4`` starts four, if there are none; ``%%ranks`` means those that there are. What they print
-        appears at once, by rank; so does what the last expression of the cell gives. The ranks are in a
-        default group when their first cell begins.
+        ``%%ranks 4`` starts four if there are none; ``%%ranks`` uses the existing ranks. Their output appears
+        at once, by rank; so does the value of the cell's last expression. The ranks are in a default group
+        when their first cell begins.
 
-        ``--on 0,2``: only some of them. ``--world torch``: in torch.distributed's default group, on
+        ``--on 0,2``: run on these ranks only. ``--world torch``: in torch.distributed's default group, on
         torchestra's engine, instead of torchestra's. ``--timeout 20``: seconds that operations may wait, 300
         by default. ``--no-init``: make no group; cells call init_process_group themselves.
 
-        An interrupt interrupts the cell on all ranks. What raises on one leaves all of them usable.
+        An interrupt interrupts the cell on all ranks. All ranks stay usable after an exception on one.
         """
         try:
             asked = _parser().parse_args(shlex.split(line))

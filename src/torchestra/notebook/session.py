@@ -1,9 +1,9 @@
-"""The notebook's end of its ranks: start them, send them cells, show what they print, say how a cell ended.
+"""The notebook's side of its ranks: start them, send them cells, show their output, report how a cell ended.
 
 Everything happens in the thread that runs the cell, in the event loop of the ranks' job. When a rank raises
-in a cell and others do not end theirs in a moment, they wait for it, as a rule, in an operation of a group.
-Then it leaves its groups, which gives them an error there that names it, and before the next cell all ranks
-make their default group anew.
+in a cell and others do not end theirs soon after, they usually wait for it in an operation of a group. Then
+the rank leaves its groups, which gives the others an error that names it, and before the next cell all ranks
+make a new default group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchestra.launcher.root_cause import FailedRank, describe_exit
 from torchestra.notebook.cells import Cell, CellEnd, Hello, Join, Leave, Order, World, serve_cells
 
 _RELEASE_S = 1.0
-"""In which ranks end a cell by themselves when another has failed in it; else that one leaves its groups."""
+"""How long ranks may take to end a cell in which another has failed, before that rank leaves its groups."""
 _INTERRUPT_S = 5.0
 _START_S = 120.0
 _STEP_S = 0.2
@@ -42,20 +42,20 @@ class CellFailedError(DistError):
     """A cell failed on a rank, or a rank has died; the message says which and how."""
 
     def _render_traceback_(self) -> list[str]:
-        """Give IPython what it prints of this: the ranks' tracebacks, and none of the notebook's own."""
+        """Return what IPython prints for this error: the ranks' tracebacks, without the notebook's own."""
         return str(self).splitlines()
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """A cell was interrupted on its ranks, which stay."""
+    """A cell was interrupted on its ranks, which keep running."""
 
     def _render_traceback_(self) -> list[str]:
-        """Give IPython what it prints of this."""
+        """Return what IPython prints for this error."""
         return ["KeyboardInterrupt: the cell was interrupted on the ranks, which keep their variables"]
 
 
 class _CurrentStream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr``, whatever that is when something is written: the present cell's."""
+    """Writes to the ``sys.stdout`` or ``sys.stderr`` of the moment: that of the running cell."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,14 +80,14 @@ class RankSession:
     """Ranks that run cells.
 
     Args:
-        world: which, and how many.
-        joins: whether they make a default group by themselves.
+        world: which world the ranks are in, and how many they are.
+        joins: whether the ranks make a default group by themselves.
 
     Attributes:
         closed: whether the ranks have been ended.
 
     Raises:
-        CellFailedError: they could not be started.
+        CellFailedError: the ranks could not be started.
     """
 
     def __init__(self, world: World, joins: bool = True) -> None:
@@ -126,7 +126,7 @@ class RankSession:
         """Run a cell on ranks, by default on all.
 
         Raises:
-            CellFailedError: it failed on one; they can be used further.
+            CellFailedError: the cell failed on a rank; the ranks stay usable.
             CellInterrupted: the cell was interrupted on all of them.
         """
         self._refuse_the_dead()
@@ -138,7 +138,7 @@ class RankSession:
         self._raise_failures(dead_before)
 
     def close(self) -> None:
-        """End the ranks; twice does no harm."""
+        """End the ranks; a second call does nothing."""
         self.closed = True
         for connection in self._connections.values():
             with contextlib.suppress(KeyError):  # of a rank that has died
@@ -177,7 +177,7 @@ class RankSession:
         self._job.loop.watch(connection, partial(self._hear, hello.rank))
 
     def _join(self) -> None:
-        """Have all ranks make their default group, anew if they had one."""
+        """Make all ranks form their default group, a new one if they had one."""
         again = bool(self._left)
         directory = tempfile.mkdtemp(dir=self._directory)
         self._left.clear()
@@ -218,7 +218,7 @@ class RankSession:
             raise CellInterrupted
 
     def _send(self, rank: int, order: Order) -> None:
-        with contextlib.suppress(OSError):  # it has died: that is heard of
+        with contextlib.suppress(OSError):  # the rank has died, which is reported separately
             send(self._connections[rank], order)
 
     def _hear(self, rank: int) -> None:
@@ -234,13 +234,13 @@ class RankSession:
         self._awaited.discard(failed.rank)
 
     def _release(self) -> None:
-        """Have the ranks that have ended the cell leave their groups: the others wait for them."""
+        """Make the ranks that have ended the cell leave their groups, because the others wait for them."""
         for rank in self._ends.keys() - self._left:
             self._left.add(rank)
             self._send(rank, Leave())
 
     def _give_up(self) -> None:
-        """End the ranks: some do not come back from an interrupt."""
+        """End the ranks, because some do not return from an interrupt."""
         late = sorted(self._awaited)
         self.close()
         raise CellFailedError(
@@ -260,11 +260,11 @@ class RankSession:
         return "; ".join(f"rank {rank} of {size} has died: {how}" for rank, how in self._dead.items())
 
     def _raise_failures(self, dead_before: int) -> None:
-        """Raise what the cell's end means, the causes of a failure last."""
+        """Raise an error if a rank failed or died in the cell; its text has the causes last."""
         failed = {rank: end for rank, end in sorted(self._ends.items()) if end.summary}
         numbers = {end.sequence for end in self._ends.values()}
         if failed and len(numbers) > 1 and self.joins:
-            self._left.update(self._ends)  # some have called operations that others have not
+            self._left.update(self._ends)  # some ranks have called operations that others have not
         ranks_by_text: dict[str, list[int]] = {}
         for rank, end in sorted(failed.items(), key=lambda item: not item[1].consequence):
             text = f"was released: {end.summary}" if end.consequence else end.traceback

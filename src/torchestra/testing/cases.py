@@ -17,9 +17,9 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class _WithoutTests(unittest.TestCase):
-    """A base whose derived classes are collected, by pytest too, but not itself.
+    """A base class that test runners, pytest too, do not collect, though they collect its subclasses.
 
-    A derived class that holds no tests either says so: ``__test__ = False``.
+    A subclass without tests sets ``__test__ = False``.
     """
 
     __test__ = False
@@ -31,10 +31,10 @@ class _WithoutTests(unittest.TestCase):
 
 
 class RankTests(_WithoutTests):
-    """Has each test of a test case run on ``world_size`` ranks. To be put before a kind of TestCase.
+    """Runs each test of a test case on ``world_size`` ranks. List it before a TestCase among the bases.
 
     ``setUp`` and ``tearDown`` run once, in the test's own thread and process, where ``rank`` is -1 and where
-    the test waits for the ranks. Every rank has an instance of its own, with its ``rank``.
+    the test waits for the ranks. Every rank has its own instance, with its ``rank``.
     """
 
     __test__ = False
@@ -52,7 +52,7 @@ class RankTests(_WithoutTests):
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks; override it."""
+        """Return the number of ranks; override it."""
         return DEFAULT_WORLD_SIZE
 
     def setUp(self) -> None:
@@ -66,7 +66,7 @@ class RankTests(_WithoutTests):
 
 
 def _on_ranks(test: Callable[[], None]) -> Callable[[RankTests], None]:
-    """Return a method that runs the test on a rank, and elsewhere waits for the ranks."""
+    """Return a method that runs the test if called on a rank, and otherwise waits for the ranks."""
 
     @functools.wraps(test)
     def join_or_run(case: RankTests) -> None:
@@ -103,7 +103,7 @@ class TestCase(_WithoutTests):
         """Fail unless the two are equal, tensors within them included.
 
         Raises:
-            AssertionError: they differ; says where and by how much.
+            AssertionError: they differ; the message says where and by how much.
         """
         options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
         checks = {"exact_dtype": exact_dtype, "exact_device": exact_device}

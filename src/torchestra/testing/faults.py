@@ -1,13 +1,13 @@
 """Faults at chosen moments, to test what a program does when a rank dies, lags, or never comes.
 
-A fault is put in by every rank alike, and acts on one of them::
+Every rank injects the same fault, which acts on one of them::
 
     with faults.kill(rank=1, at="all_reduce", nth=3):
         train()
 
-It acts just before the operation named by ``at`` (the name of the function of torchestra, or None for any) is
-run for the ``nth`` time in the group since the fault was put in. Without ``with`` it stays until
-:meth:`Fault.remove` or the end of the group. Ranks are the group's own.
+It acts just before the rank runs the operation named by ``at`` (the name of a function of torchestra, or None
+for any) for the ``nth`` time in the group since the fault was injected. Without ``with`` it stays in force
+until :meth:`Fault.remove` or the end of the group. Ranks are in the group's numbering.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _AFTER_TIMEOUT_S = 5.0
 
 
 class RankKilled(BaseException):
-    """A rank that is a thread was killed by :func:`kill`. Not an Exception, as nothing should catch it."""
+    """A rank that is a thread was killed by :func:`kill`. Not an Exception, so that no handler catches it."""
 
 
 class DroppedOut(DistError):
-    """A rank that :func:`drop_out` kept from an operation is let go: the group has been aborted."""
+    """Raised on a rank that :func:`drop_out` kept from an operation, once the group has been aborted."""
 
 
 class Fault:
-    """Something that happens to one rank of a group before an operation. A context manager, in force at once.
+    """An event that befalls one rank of a group before an operation. A context manager, in force at once.
 
     Attributes:
-        rank: whom it happens to.
-        at: before which operation, None for any.
-        nth: before which of them, counted from 1; None for every one.
-        calls: how many of them this rank has begun since.
+        rank: the rank that it acts on.
+        at: the operation that it acts before, None for any.
+        nth: which call of that operation, counted from 1; None for every call.
+        calls: how many such calls this rank has begun since.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Fault:
             _intercepted(self.group).append(self)
 
     def remove(self) -> None:
-        """Take the fault out again; twice does no harm."""
+        """Remove the fault; a second call does nothing."""
         faults = _intercepted(self.group)
         if self in faults:
             faults.remove(self)
 
     def before(self, operation: str) -> None:
-        """Act if this is its operation, which is about to begin on the fault's rank."""
+        """Act if the operation, about to begin on the fault's rank, is the one to act on."""
         if self.at in (None, operation):
             self.calls += 1
             if self.nth in (None, self.calls):
@@ -129,23 +129,23 @@ def delay(
     nth: int | None = None,
     group: ProcessGroup | None = None,
 ) -> Fault:
-    """Let a rank come ``seconds`` late to an operation, by default to every one."""
+    """Make a rank ``seconds`` late for an operation, by default for every one."""
     return Fault(rank, at, nth, lambda fault: time.sleep(seconds), group)
 
 
 def drop_out(
     rank: int, at: str | None = "all_reduce", nth: int = 1, group: ProcessGroup | None = None
 ) -> Fault:
-    """Let a rank never come to an operation, though it lives.
+    """Keep a live rank from an operation.
 
-    It waits until its peers have given up, and then raises :class:`DroppedOut`; or, if they have not some
-    seconds after the group's time-out, a CollectiveTimeoutError.
+    The rank waits until its peers have given up, and then raises :class:`DroppedOut`; if they have not some
+    seconds after the group's time-out, it raises a CollectiveTimeoutError.
     """
     return Fault(rank, at, nth, _drop_out, group)
 
 
 def slow(rank: int, factor: float, group: ProcessGroup | None = None) -> Fault:
-    """Make a rank a straggler: what it does between operations takes ``factor`` times as long."""
+    """Make a rank a straggler: its work between operations takes ``factor`` times as long."""
     if factor < 1:
         raise InvalidArgumentError(f"faults.slow: factor must be at least 1, got {factor}")
     return _Slowness(rank, factor, group)
@@ -158,12 +158,12 @@ def draw(
     within: int = 10,
     group: ProcessGroup | None = None,
 ) -> Fault:
-    """Return a fault that the seed decides, the same on all ranks: which kind, on which rank, before what.
+    """Return a fault whose kind, rank and operation the seed decides, the same on all ranks.
 
     Args:
-        kinds: of what to choose from: functions of this module that take rank, at and nth.
-        operations: to choose ``at`` from.
-        within: ``nth`` is at most this.
+        kinds: the functions to choose from, of this module, that take rank, at and nth.
+        operations: the values to choose ``at`` from.
+        within: the largest ``nth``.
     """
     group = default_group() if group is None else group
     generator = random.Random(seed)
@@ -237,7 +237,7 @@ def intercept(
     Returns:
         A function that undoes it.
     """
-    inside = threading.local()  # an operation that another one consists of is none of its own
+    inside = threading.local()  # a call inside another operation does not count
 
     def intercepting(method: str) -> Callable[..., Any]:
         operation = getattr(communicator, method)
@@ -248,7 +248,7 @@ def intercept(
                 return operation(*args, **kwargs)
             inside.operation = name = args[0].name if method == "collective" else method
             try:
-                before(name)  # which may raise: then the operation has not been
+                before(name)  # may raise: then the operation does not run
                 try:
                     return operation(*args, **kwargs)
                 finally:

@@ -11,9 +11,9 @@ _MARK = "_torchestra_world"
 
 
 def fixture(function: Callable[..., Any] | None = None, *, scope: str = "function", **options: Any) -> Any:
-    """Decorate as ``pytest.fixture`` does, which also knows ``scope="world"``.
+    """Decorate as ``pytest.fixture`` does; accepts ``scope="world"`` as well.
 
-    In a test that is marked with ``ranks`` a fixture of function scope has a value of its own on every rank,
+    In a test marked with ``ranks`` a fixture of function scope has its own value on every rank,
     made on that rank (inside its default group). With ``scope="world"`` it is made once per test, outside the
     ranks, and all of them get it: the same object where ranks are threads, pickled copies where they are
     processes. Fixtures of wider scopes are made once per process, so that thread ranks share them.

@@ -1,10 +1,10 @@
 """Process ranks for pytest, forked from a server that is a copy of the collected session.
 
 The server is forked when collection is over, before any test has started a thread, and loads torch and the
-kernels once. A rank is a fork of it: it has all tests, fixtures and modules already, and makes its own
-fixtures by pytest's own machinery. A rank whose test has passed, and which has left no thread behind,
+kernels once. A rank is a fork of it: it has all tests, fixtures and modules already, and sets up its
+fixtures with pytest's own machinery. A rank whose test has passed, and which has left no thread behind,
 serves in later tests, as the pytest process itself does; any other ends with its test. When the pytest
-process ends, however it does, the server sees its connection close, kills what ranks there are, and ends.
+process ends in any way, the server sees its connection close, kills the running ranks, and ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Child:
 
     @classmethod
     def fork(cls, body: Callable[[Connection], object], inherited: Iterable[Connection] = ()) -> Child:
-        """Fork a process that calls ``body`` with its end of the connection, without those ``inherited``."""
+        """Fork a process that closes ``inherited`` and calls ``body`` with its end of the connection."""
         ours, theirs = Pipe()
         pid = os.fork()
         if pid == 0:
@@ -66,17 +66,17 @@ class Child:
 
 
 def serve(items: Mapping[str, pytest.Function], worlds: Iterable[str], connection: Connection) -> None:
-    """Run the worlds that the pytest process asks for, one after the other, until it is gone.
+    """Run the worlds that the pytest process requests, one after another, until it is gone.
 
     Args:
-        worlds: whose default groups the ranks will be in: what that takes is loaded here once.
+        worlds: the worlds whose default groups the ranks will join; their modules are loaded here once.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     warm_up()
     for world in worlds:
         load_world(world)
-    # Else every rank's first collection would touch, and so copy, all that it shares with the server.
+    # Else every rank's first collection would touch, and so copy, everything it shares with the server.
     gc.collect()
     gc.freeze()
     idle: list[Child] = []
@@ -135,7 +135,7 @@ def _assign(worker: Child, rank: int, request: ItemRequest) -> Child | None:
 
 
 def _work(items: Mapping[str, pytest.Function], connection: Connection) -> None:
-    """Be a worker, until a test leaves something behind or the server is gone."""
+    """Serve as a worker until a test leaves something behind or the server is gone."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = os.getcwd()
     threads = threading.active_count()
@@ -156,7 +156,7 @@ def _work(items: Mapping[str, pytest.Function], connection: Connection) -> None:
 
 
 def _threads_are(number: int) -> bool:
-    """Return whether there are so many threads, once those of groups that were left have ended."""
+    """Return whether ``number`` threads run, after waiting for those of groups that the rank has left."""
     for thread in threading.enumerate():
         if thread.name.startswith("torchestra-"):
             thread.join(_THREADS_S)
@@ -168,6 +168,6 @@ def _redirect_output(path: str) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
-    faulthandler.enable(2)  # pytest's own writes to where pytest's output goes
+    faulthandler.enable(2)  # pytest's handler writes to pytest's output
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

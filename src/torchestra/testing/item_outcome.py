@@ -1,4 +1,4 @@
-"""The meaning of the ranks' outcomes for a pytest test."""
+"""Conclude the outcome of a pytest test from those of its ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Excepti
 
 
 def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, timeout_s: float) -> None:
-    """Raise what the ranks' outcomes mean for the test, and add to its report the others' failures.
+    """Raise the exception that the outcomes imply, if any, and add the other ranks' failures to the report.
 
     Args:
-        kind: of ranks, for messages.
-        timeout_s: how long they had, in seconds.
+        kind: the kind of ranks, for messages.
+        timeout_s: the ranks' time limit, in seconds.
     """
     genuine = [each for each in outcomes if each.failed and not each.consequence]
     passed_on = [each for each in outcomes if isinstance(each.error, _PASSED_ON)]
@@ -45,7 +45,7 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, time
 
 
 def note(item: pytest.Function, error: BaseException, text: str) -> None:
-    """Have the report of an error say something more, as which rank it comes from."""
+    """Add a text to the report of an error, such as the rank it comes from."""
     if not hasattr(error, "add_note"):  # Python 3.10
         item.add_report_section("call", "failure", text)
     elif text not in getattr(error, "__notes__", ()):
@@ -53,14 +53,14 @@ def note(item: pytest.Function, error: BaseException, text: str) -> None:
 
 
 def report_of_error(item: pytest.Function, error: BaseException) -> object:
-    """Return pytest's report of an error, in which torchestra's own ends in the test."""
+    """Return pytest's report of an error; tracebacks of torchestra's own errors end in the test."""
     if not item.config.getoption("fulltrace"):
         end_in_users_code(error)
     return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
 
 
 def _add_sections(item: pytest.Function, outcomes: Sequence[Outcome], shown: Outcome) -> None:
-    """Add to the report of a failure what became of the other ranks, as far as that is news."""
+    """Add the other ranks' failures to the report of a failure, without repeating what it already says."""
     said = shown.text if shown.error is None else str(shown.error)
     ranks_by_text: dict[str, list[int]] = {}
     for each in outcomes:
@@ -94,7 +94,7 @@ def _report(item: pytest.Function, outcome: Outcome) -> str:
 
 
 def _lateness(outcomes: Sequence[Outcome], kind: str, timeout_s: float) -> str:
-    """Say which ranks had not ended, and in which line each of them was."""
+    """Return a text that names the ranks that had not ended, and the line where each was."""
     late = [each for each in outcomes if each.late]
     ranks = ranks_phrase([each.rank for each in late])
     lines = [f"{ranks} of {len(outcomes)} {kind} had not ended after {timeout_s:g} s:"]

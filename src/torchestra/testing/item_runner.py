@@ -1,4 +1,4 @@
-"""In a process rank: run one pytest test by pytest's own machinery, and return its outcome."""
+"""Run one pytest test in a process rank, with pytest's own machinery, and return its outcome."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def _reduced(error: BaseException) -> tuple[Callable[[str, str], BaseException],
     return _rebuilt, (name, str(error))
 
 
-# pickle does not find them under their names.
+# pickle does not find these classes by their names.
 for _class in _PYTEST_OUTCOMES.values():
     copyreg.pickle(_class, _reduced)
 
 
 @dataclass
 class ItemRequest:
-    """A test to run, as the server of process ranks is asked for it.
+    """A request to the server of process ranks to run a test.
 
     Attributes:
         size, world, timeout, init, may_die: as in the marker.
-        directory: for the ranks' store and output.
+        directory: the directory of the ranks' store and output.
         values: the pickled values of the fixtures that the world shares, by name.
-        debug_rank: the rank whose failure a debugger opens, or None.
+        debug_rank: the rank whose failure opens a debugger, or None.
     """
 
     nodeid: str
@@ -71,7 +71,7 @@ class ItemRequest:
         return os.path.join(self.directory, f"rank-{rank}.out")
 
     def stack_of(self, rank: int) -> str:
-        """Return the file that a rank's stack goes to when it is asked for it."""
+        """Return the file that a rank writes its stack to on request."""
         return os.path.join(self.directory, f"rank-{rank}.stack")
 
 
@@ -81,8 +81,8 @@ def run_item(
     """Set up, run and tear down a test on this rank.
 
     Args:
-        tell: called with ``"raised"`` and the error in a line as soon as there is one, as the report of it
-            may take its time; with ``"debugging"`` and whether a debugger has the terminal now.
+        tell: called with ``"raised"`` and the error in one line as soon as there is one, because the report
+            may take long; with ``"debugging"`` and whether a debugger has the terminal now.
     """
     mark_as_rank(item.config)
     os.environ.clear()
@@ -92,7 +92,7 @@ def run_item(
     state = item.session._setupstate
     item._initrequest()
     _provide_shared_values(item, request)
-    # What pytest's own tmp_path wants to know when it is taken down: whether to keep the directory.
+    # The teardown of pytest's tmp_path reads this to decide whether to keep the directory.
     item.stash.setdefault(tmppath_result_key, {})["call"] = False
     try:
         try:
@@ -110,7 +110,7 @@ def run_item(
         state.teardown_exact(None)
         leave(request.world)
     except BaseException as error:
-        # First of all: the others wait for this rank.
+        # Before anything else: the other ranks wait for this one.
         with contextlib.suppress(Exception):
             leave(request.world)
         outcome = _outcome(item, rank, request, error)
@@ -121,7 +121,7 @@ def run_item(
 
 
 def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:
-    """Give fixtures that the world shares the values that the pytest process has made."""
+    """Give the fixtures that the world shares the values made by the pytest process."""
     for name, pickled in request.values.items():
         definition = item._fixtureinfo.name2fixturedefs[name][-1]
         value = pickle.loads(pickled)

@@ -1,4 +1,4 @@
-"""The marker ``ranks``, and what pytest is told of tests that have it. Imports no torch."""
+"""The marker ``ranks``, and the tests and fixtures that it concerns. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKER = (
     " ranks join no group by themselves. It is no failure if ranks in may_die are killed"
 )
 ARGUMENT = "ranks_of_this_run"
-"""The name of the parameter that says how a test is run, where it is run in several ways."""
+"""The name of the parameter that tells apart the several ways of running one test."""
 _KINDS = ("threads", "processes")
 _PER_RANK_BUILTINS = ("monkeypatch",)
 _IN_RANK = pytest.StashKey[bool]()
@@ -31,11 +31,11 @@ class RanksSpec:
     """One way of running a test on ranks.
 
     Attributes:
-        world: whose default group they are in: ``"torchestra"``, or ``"torch"`` for torch.distributed's.
+        world: the library whose default group they are in: ``"torchestra"``, or ``"torch"``.
         kind: ``"threads"`` or ``"processes"``.
-        timeout: seconds that an operation may wait.
-        init: whether the ranks are in a default group from the beginning.
-        may_die: the ranks whose being killed is no failure of the test.
+        timeout: how many seconds an operation may wait.
+        init: whether the ranks are in a default group from the start.
+        may_die: the ranks that may be killed without failing the test.
     """
 
     size: int
@@ -47,17 +47,17 @@ class RanksSpec:
 
     @property
     def limit(self) -> float:
-        """Return the seconds for the whole test: the engine's report of a hang comes before they are over."""
+        """Return the time limit of the whole test in seconds; the engine reports a hang before that."""
         return 1.25 * self.timeout + 1.0
 
     @property
     def label(self) -> str:
-        """Return how it stands in the test's name."""
+        """Return the label in the test's name."""
         return f"{self.size}-{self.kind}"
 
 
 def specs_of(node: pytest.Item | pytest.Function | Any) -> list[RanksSpec]:
-    """Return the ways of running that a test's marker asks for; none without one.
+    """Return the ways of running that a test's marker asks for; an empty list without a marker.
 
     Raises:
         pytest.UsageError: the marker's arguments make no sense.
@@ -75,7 +75,7 @@ def _specs(
     may_die: Sequence[int] = (),
     **unknown: Any,
 ) -> list[RanksSpec]:
-    if kind is None:  # a program for torch.distributed has the process for its own
+    if kind is None:  # a program for torch.distributed expects a process of its own
         kind = "processes" if world == TORCH else "threads"
     kinds = (kind,) if isinstance(kind, str) else tuple(kind)
     if unknown:
@@ -99,7 +99,7 @@ def _specs(
 
 
 def spec_of(item: pytest.Function) -> RanksSpec | None:
-    """Return how a test is to be run, or None if it is no test on ranks (or this is one of the ranks)."""
+    """Return how to run a test, or None if it is not a test on ranks (or this process is a rank)."""
     if item.config.stash.get(_IN_RANK, False):
         return None
     callspec = getattr(item, "callspec", None)
@@ -111,10 +111,10 @@ def spec_of(item: pytest.Function) -> RanksSpec | None:
 
 
 def is_per_rank(fixturedef: pytest.FixtureDef[Any]) -> bool:
-    """Return whether every rank makes a value of its own of a fixture.
+    """Return whether every rank makes its own value of a fixture.
 
-    Not so for wider scopes, for ``scope="world"``, and for what pytest itself offers (capsys, caplog, …), of
-    which there is one per process; but for monkeypatch.
+    It does not for wider scopes, for ``scope="world"``, and for pytest's own fixtures except monkeypatch: of
+    these (capsys, caplog, …) there is one per process.
     """
     function: Any = fixturedef.func
     module = getattr(function, "__module__", "") or ""
@@ -126,7 +126,7 @@ def is_per_rank(fixturedef: pytest.FixtureDef[Any]) -> bool:
 
 
 def show_as(error: BaseException, report: object) -> None:
-    """Make this the report of a test that fails with ``error``: text, or one of pytest's own."""
+    """Set the report of a test that fails with ``error``: a text or one of pytest's report objects."""
     setattr(error, _REPORT, report)
 
 

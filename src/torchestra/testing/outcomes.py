@@ -1,4 +1,4 @@
-"""The outcomes of a test on its ranks, and what they mean for the test."""
+"""The outcomes of a test on its ranks, and the test's result that follows from them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torchestra.testing.skips import skip_reason
 
 
 class RankFailure(RuntimeError):
-    """One rank or more failed; the message has the traceback of each, the one that failed first at the top.
+    """At least one rank failed; the message has the traceback of each, that of the first failure at the top.
 
-    Its cause is the exception of that rank.
+    Its cause is the exception of the rank that failed first.
     """
 
 
@@ -23,11 +23,11 @@ class Outcome:
     """The outcome of one rank.
 
     Attributes:
-        error: what it raised, or None.
+        error: the exception that the rank raised, or None.
         time: ``time.monotonic()`` when it ended.
-        late: it had not ended when the time was over.
+        late: whether it had not ended when the time was up.
         where: the line of the test where a late rank was then.
-        report: of ``error``, by the pytest of the rank that raised it: what pytest prints of it.
+        report: what pytest prints for ``error``, made on the rank that raised it.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def consequence(self) -> bool:
-        """Return whether the rank failed only because another was gone."""
+        """Return whether the rank failed only because another rank was gone."""
         return isinstance(self.error, GroupAbortedError)
 
 
@@ -68,18 +68,18 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def skip_of(outcomes: Sequence[Outcome]) -> str | None:
-    """Return why the test is skipped: a rank skipped it, and none failed but for that rank's leaving."""
+    """Return why the test is skipped: a rank skipped it, and others failed at most because that rank left."""
     reasons = [outcome.skip for outcome in outcomes if outcome.skip is not None]
     genuine = any(outcome.failed and not outcome.consequence for outcome in outcomes)
     return reasons[0] if reasons and not genuine else None
 
 
 def raise_for(outcomes: Sequence[Outcome], what: str, timeout_s: float) -> None:
-    """Raise what the ranks' outcomes mean for the test, if they did not all end well.
+    """Raise the exception that the outcomes imply, if not all ranks ended well.
 
     Args:
-        what: what a rank is called in messages: ``Thread`` or ``Process``.
-        timeout_s: how long they had, in seconds.
+        what: the word for a rank in messages: ``Thread`` or ``Process``.
+        timeout_s: the ranks' time limit, in seconds.
 
     Raises:
         unittest.SkipTest: a rank skipped the test.

@@ -1,8 +1,8 @@
 """Import torchestra under pytest as any program does: pytest would rewrite a plugin's whole package.
 
-pytest takes whatever a distribution with a plugin holds for test code: it parses and compiles every module of
-it anew, and keeps the results apart. Without a cache of bytecode every rank that is forked does so again, for
-1.6 s. Of pytest's rewriting only test code has any use.
+pytest treats every module of a distribution with a plugin as test code: it parses and compiles the module
+anew, and caches the result separately. Without a bytecode cache every forked rank does so again, which takes
+1.6 s. The rewriting is useful for test code only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ class _PlainFinder(MetaPathFinder):
 
 
 def import_plainly() -> None:
-    """Have the modules of torchestra that are imported from now on left as they are; twice does no harm."""
+    """Exempt modules of torchestra imported from now on from rewriting; a second call does nothing."""
     if not any(isinstance(finder, _PlainFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PlainFinder())

@@ -8,8 +8,9 @@
     @pytest.mark.ranks(4, world="torch")               # in torch.distributed's default group
 
 Every rank is in a default group when its fixtures are made and when the function is called. The first rank to
-fail fails the test, with its own assertion and traceback; what the others did follows, and what every
-rank has printed. A test that hangs fails when its time is over, with the report of who waits for whom.
+fail fails the test, with its own assertion and traceback; the outcomes of the other ranks and the
+output of every rank follow. A test that hangs fails when its time is up, and the report says which rank
+waits for which.
 
 This module is imported by every run of pytest where torchestra is installed, so it imports neither torch nor
 the rest of torchestra before a test needs them.
@@ -45,12 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line("markers", MARKER)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test per size and kind, where there are several."""
+    """Make one test per size and kind, if there are several."""
     specs = specs_of(metafunc.definition)
     if len(specs) > 1:
         metafunc.fixturenames.append(ARGUMENT)
@@ -59,13 +60,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the server of process ranks while no test has started a thread yet."""
+    """Fork the server of process ranks before any test has started a thread."""
     items = {item.nodeid: item for item in session.items if isinstance(item, pytest.Function)}
     specs = [spec for item in items.values() if (spec := spec_of(item)) and spec.kind == "processes"]
     if specs and not session.config.option.collectonly:
         from torchestra.testing.rank_pool import RankPool
 
-        # Made here once, or every rank that wants a temporary directory would make it.
+        # Made once here; else every rank that needs a temporary directory would make it.
         factory: Any = getattr(session.config, "_tmp_path_factory", None)
         if factory is not None:
             factory.getbasetemp()
@@ -81,7 +82,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> object | None:
-    """Leave a fixture to the ranks where each makes its own."""
+    """Leave a fixture to the ranks if each makes its own value."""
     item = getattr(request, "_pyfuncitem", None)
     if isinstance(item, pytest.Function) and is_per_rank(fixturedef) and spec_of(item) is not None:
         value = _LeftToTheRanks(fixturedef.argname)
@@ -91,7 +92,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> ob
 
 
 class _LeftToTheRanks:
-    """Stands for a value that only the ranks have."""
+    """A placeholder for a value that only the ranks have."""
 
     def __init__(self, name: str) -> None:
         self._name = name

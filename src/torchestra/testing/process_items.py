@@ -19,13 +19,13 @@ from torchestra.testing.outcomes import Outcome
 from torchestra.testing.rank_pool import RankPool, RankWorld, Released
 from torchestra.testing.stacks import late_outcome
 
-_GRACE_S = 2.0  # for ranks that have been released by another's failure
-_REPORT_S = 60.0  # in which a rank has told where it raised, on however busy a machine
+_GRACE_S = 2.0  # for ranks released by the failure of another
+_REPORT_S = 60.0  # for a rank to report where it raised, even on a busy machine
 _POLL_INTERVAL_S = 0.5
 
 
 def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
-    """Run the test on every rank; raise what the outcomes mean."""
+    """Run the test on every rank; raise the exception that the outcomes imply."""
     with tempfile.TemporaryDirectory(prefix="torchestra-test-", ignore_cleanup_errors=True) as directory:
         request = ItemRequest(
             item.nodeid,
@@ -69,9 +69,9 @@ def _shared_values(item: pytest.Function) -> dict[str, bytes]:
 
 
 def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> dict[int, Outcome]:
-    """Wait until all ranks have ended; return by rank those that had not when their time was over.
+    """Wait until all ranks have ended; return by rank those that had not when their time was up.
 
-    What counts is when a rank raised: its report, which takes long on a busy machine, is waited for.
+    The limit applies to the moment when a rank raises: its report, slow on a busy machine, may come later.
     """
     capture: Any = item.config.pluginmanager.getplugin("capturemanager")
     deadline = time.monotonic() + timeout_s
@@ -97,7 +97,7 @@ def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> dict[in
 
 
 def _without_our_frames(output: str) -> str:
-    """Return a rank's output, the stacks of its death cut off where they leave the test for pytest."""
+    """Return a rank's output; stacks of a crash in it are cut off where pytest calls the test."""
     lines, cutting = [], False
     for line in output.splitlines(keepends=True):
         frame = line.startswith('  File "')
@@ -108,13 +108,13 @@ def _without_our_frames(output: str) -> str:
 
 
 def _ended_with_the_others(outcome: Outcome) -> Outcome:
-    """Return the outcome of a rank that was ended because another had failed before."""
+    """Return the outcome of a rank that was ended because another rank had failed."""
     message = f"ended {_GRACE_S:g} s after another rank had failed. {outcome.text}"
     return Outcome(outcome.rank, Released(message))
 
 
 def _limit(world: RankWorld, deadline: float) -> float:
-    """Return until when to wait for the ranks in the test; without any, for the reports of the others."""
+    """Return the time until which to wait for ranks in the test or, if there are none, for reports."""
     if world.first_failed is None:
         return deadline
     return min(deadline, world.first_failed + _GRACE_S) if world.in_the_test else deadline + _REPORT_S

@@ -16,7 +16,7 @@ from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
 from torchestra.world.init import destroy_process_group, is_initialized
 
-_SETTLE_S = 2.0  # in which other ranks may fail too, and tell why, when one has
+_SETTLE_S = 2.0  # for other ranks to fail as well, and report why, after one has
 LAUNCH_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -26,33 +26,33 @@ LAUNCH_VARIABLES = (
     "MASTER_PORT",
     "TORCHESTRA_STORE",
 )
-"""The variables that launching a rank puts into its environment."""
+"""The variables that the launcher puts into a rank's environment."""
 
 
 class _Exit(NamedTuple):
-    """A rank's own report of its end: its exit code, and why it was skipped."""
+    """A rank's own report of its end: its exit code, and why it skipped the test."""
 
     exit_code: int = 0
     text: str = ""
 
 
 class MultiProcessTests(RankTests):
-    """Has each test of a test case run in ``world_size`` processes, each a rank.
+    """Runs each test of a test case in ``world_size`` processes, each a rank.
 
-    To be put before a case_class of TestCase, as in :class:`MultiProcessTestCase`.
+    List it before a TestCase among the bases, as in :class:`MultiProcessTestCase`.
 
     Call :meth:`_spawn_processes` (or ``_fork_processes``, the same) at the end of your ``setUp``. ``setUp``
-    and ``tearDown`` run once, in the test's own process (rank -1). Every rank has an instance of its own,
-    with ``rank`` and ``file_name`` set, and makes its default group itself, as by
+    and ``tearDown`` run once, in the test's own process (rank -1). Every rank has its own instance,
+    with ``rank`` and ``file_name`` set, and makes its default group itself, for example with
     ``init_process_group(store=FileStore(self.file_name, self.world_size), rank=self.rank,
     world_size=self.world_size)``.
 
     The test fails with a RankFailure that has the traceback of every rank that raised, and is skipped
-    if rank 0 raises SkipTest or exits with one of the codes of :data:`TEST_SKIPS`. When a rank has failed or
-    died the others are ended, two seconds later.
+    if rank 0 raises SkipTest or exits with one of the codes of :data:`TEST_SKIPS`. Two seconds after a
+    rank has failed or died, the others are ended.
 
     Attributes:
-        special_return_code_checks: by test, the exit code that rank 0 must end with instead of 0.
+        special_return_code_checks: by test, the exit code required of rank 0 instead of 0.
         skip_return_code_checks: tests whose ranks may exit with any code.
     """
 
@@ -86,11 +86,11 @@ class MultiProcessTests(RankTests):
 
     @classmethod
     def _enter(cls, before: Mapping[str, str]) -> None:
-        """Prepare a rank, first of all. ``before``: which :data:`LAUNCH_VARIABLES` the test's process has."""
+        """Prepare a rank, first of all. ``before``: the :data:`LAUNCH_VARIABLES` of the test's process."""
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
-        """Make a rank's instance, and run the test there; may be overridden, to do something around it."""
+        """Make a rank's instance, and run the test on it; override it to wrap the test."""
         case = cls(test_name)
         case.rank = rank
         case.file_name = file_name
@@ -105,7 +105,7 @@ class MultiProcessTests(RankTests):
                 destroy_process_group()
 
     def _spawn_processes(self) -> None:
-        """Have the ranks started when the test is run; to be called from ``setUp``."""
+        """Arrange for the ranks to start when the test runs; call it from ``setUp``."""
         self._spawned = True
 
     _fork_processes = _spawn_processes

@@ -1,7 +1,7 @@
 """Fixtures made on a rank that is a thread.
 
-pytest keeps one value per fixture and test, so the thread ranks make their own: by the same functions, from
-the same definitions, in the same order, taken down in reverse.
+pytest keeps one value per fixture and test, so each thread rank makes its own: with the same functions, from
+the same definitions, in the same order, torn down in reverse.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torchestra.testing.marker import is_per_rank
 
 
 class RankFixtures:
-    """The fixtures of one test on one rank. A context manager: leaving it takes them down.
+    """The fixtures of one test on one rank. A context manager that tears them down at exit.
 
     Args:
-        rank: whose fixtures these are.
-        instance: the object that the test is a method of, this rank's own, or None.
+        rank: the rank that the fixtures belong to.
+        instance: this rank's own instance of the test's class, or None.
     """
 
     def __init__(self, item: pytest.Function, rank: int, instance: object | None) -> None:
@@ -39,7 +39,7 @@ class RankFixtures:
         self.finalizers.__exit__(*exc_info)
 
     def arguments(self) -> dict[str, Any]:
-        """Make all fixtures that the test uses; those that it takes as arguments."""
+        """Make all fixtures that the test uses; return those that it takes as arguments."""
         info = self.item._fixtureinfo
         for name in info.initialnames:
             self.value(name)
@@ -49,8 +49,8 @@ class RankFixtures:
         """Return the value of a fixture.
 
         Args:
-            below: how many definitions of the same name, the innermost first, are passed over: a fixture that
-                asks for its own name means the one that it overrides.
+            below: how many definitions of the same name to skip, the innermost first: a fixture that asks for
+                its own name means the one that it overrides.
         """
         params = self._params()
         if name in params and name not in self.item._fixtureinfo.name2fixturedefs:
@@ -132,7 +132,7 @@ class RankRequest:
         """Return the fixture's parameter.
 
         Raises:
-            AttributeError: it is not.
+            AttributeError: the fixture has no parameter.
         """
         params = self._fixtures._params()
         if self.fixturename not in params:
@@ -140,12 +140,12 @@ class RankRequest:
         return params[self.fixturename]
 
     def getfixturevalue(self, argname: str) -> Any:
-        """Return the value of another fixture that the test knows."""
+        """Return the value of another fixture that is visible to the test."""
         below = self._below + 1 if argname == self.fixturename else 0
         return self._fixtures.value(argname, below)
 
     def addfinalizer(self, finalizer: Callable[[], object]) -> None:
-        """Have something called when the fixtures of this rank are taken down."""
+        """Register a function to call when the fixtures of this rank are torn down."""
         self._fixtures.finalizers.callback(finalizer)
 
     def applymarker(self, marker: str | pytest.MarkDecorator) -> None:

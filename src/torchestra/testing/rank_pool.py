@@ -1,4 +1,4 @@
-"""The pytest process's end of the process ranks: start the ranks of a test, hear how they end."""
+"""The pytest process's connection to the process ranks: start ranks, receive their outcomes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _DUMP_POLL_S = 0.01
 
 
 class Released(GroupAbortedError):
-    """A rank that failed because another one was gone."""
+    """Raised on a rank that failed because another rank was gone."""
 
 
 class RankPool:
-    """The pytest process's end of the server.
+    """The pytest process's connection to the server, which it starts.
 
     Args:
         items: the tests, by node id.
-        worlds: whose default groups their ranks are in.
+        worlds: the worlds whose default groups the ranks will be in.
     """
 
     def __init__(self, items: Mapping[str, pytest.Function], worlds: Iterable[str]) -> None:
@@ -56,7 +56,7 @@ class RankPool:
         return RankWorld(connection, connection.recv(), request)
 
     def store_environment(self, spec: RanksSpec) -> dict[str, str]:
-        """Return variables by which ranks that make a group by themselves, as any program does, find it."""
+        """Return the environment variables with which ranks that make a group themselves find its store."""
         if spec.init and spec.world != TORCH:
             return {}
         from torchestra.interop.torch_distributed import worlds
@@ -66,7 +66,7 @@ class RankPool:
         return worlds.store_environment(self._store[1], str(next(self._worlds)))
 
     def close(self) -> None:
-        """End the server. Nothing happens in a process that is not the one that made it."""
+        """End the server; do nothing in a process that did not start it."""
         if self._owner == os.getpid():
             with contextlib.suppress(ChildProcessError):
                 self._server.end()
@@ -78,8 +78,8 @@ class RankWorld:
 
     Attributes:
         outcomes: of the ranks that have ended.
-        raised: by rank, in a line, what those raised whose report is still to come, or came.
-        first_failed: ``time.monotonic()`` when the first rank raised, or ended otherwise than well.
+        raised: by rank, the exception in one line, from when a rank raised it.
+        first_failed: ``time.monotonic()`` when the first rank raised, or ended unsuccessfully.
         debugging: whether a debugger has the terminal.
     """
 
@@ -103,7 +103,7 @@ class RankWorld:
         return [rank for rank in self.running if rank not in self.raised]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the next message of a rank, ``timeout_s`` at most; return whether there was one."""
+        """Wait for a rank's next message, at most ``timeout_s`` seconds; return whether there was one."""
         if not self._connection.poll(max(0.0, timeout_s)):
             return False
         what, rank, *content = self._connection.recv()
@@ -136,13 +136,13 @@ class RankWorld:
         return Outcome(rank, error, message, report=message)
 
     def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
-        """Send a signal to ranks that still run."""
+        """Send a signal to ranks that are still running."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, list[FrameSummary]]:
-        """Return where ranks that still run are, by rank; empty for one that does not say so in a second."""
+        """Return the stacks of running ranks, by rank; empty for one that does not report in time."""
         self.signal(signal.SIGUSR1, ranks)
         deadline = time.monotonic() + _DUMP_S
         stacks: dict[int, list[FrameSummary]] = {rank: [] for rank in ranks}
@@ -152,7 +152,7 @@ class RankWorld:
         return stacks
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Kill ranks that still run, and wait until they are gone."""
+        """Kill ranks that are still running, and wait until they are gone."""
         self.signal(signal.SIGKILL, ranks)
         while not self.outcomes.keys() >= set(ranks):
             self.wait(60.0)

@@ -1,9 +1,9 @@
-"""Thread ranks in an order that a seed decides, to make races show and to have them again.
+"""Thread ranks in an order that a seed decides, to expose and reproduce races.
 
 Inside :func:`shuffle` one rank runs at a time, from one synchronisation point to the next: the beginning and
-the end of an operation of the group, and every moment in one when it would have to wait. There the seed
-decides who goes on. So whatever can happen between ranks, short of two copies at the very same moment, is
-one of the orders, and the same seed gives the same order again.
+the end of an operation of the group, and every moment within one when the rank would have to wait. There the
+seed decides which rank runs next. So every interleaving of ranks, except for two copies at the very same
+moment, is one of the orders, and the same seed gives the same order again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Schedule:
     """The order in which ranks run: one object for all ranks of a :func:`shuffle`.
 
     Attributes:
-        seed: what decides it.
-        turns: the ranks in the order in which they got to run.
-        entered: the ranks that have come, those that have left included.
+        seed: the seed that decides the order.
+        turns: the ranks in the order in which they ran.
+        entered: the ranks that have entered, including those that have left.
     """
 
     def __init__(self, seed: int, size: int) -> None:
@@ -50,7 +50,7 @@ class Schedule:
         self._turn: int | None = None
 
     def enter(self, rank: int) -> None:
-        """Wait until all ranks have come and it is this one's turn."""
+        """Wait until all ranks have entered and it is this rank's turn."""
         with self._changed:
             self._inside.add(rank)
             if len(self._inside) == self._size:
@@ -58,14 +58,14 @@ class Schedule:
             self._await_turn(rank)
 
     def step(self, rank: int, waits: bool = False) -> None:
-        """Synchronise: the seed decides which rank goes on; another than this one, if it ``waits``."""
+        """Synchronise: let the seed decide which rank runs next; not this one if it ``waits``."""
         with self._changed:
             if rank in self._inside:
                 self._hand_on(rank if waits else None)
                 self._await_turn(rank)
 
     def leave(self, rank: int) -> bool:
-        """Note that a rank has come to its end; return whether all have."""
+        """Note that a rank has left; return whether all have."""
         with self._changed:
             self._inside.discard(rank)
             self._left += 1
@@ -74,7 +74,7 @@ class Schedule:
             return self._left == self._size
 
     def give_up(self, why: str) -> None:
-        """Let every rank that waits for its turn, now or later, and the calling one raise."""
+        """Make the calling rank, and every rank that waits for its turn now or later, raise."""
         with self._changed:
             self._given_up = why
             self._changed.notify_all()
@@ -112,18 +112,18 @@ _lock = threading.Lock()
 def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
     """Run the block on all thread ranks of a group in an order that ``seed`` decides.
 
-    To be entered by every rank of the group, with the same seed. Covers synchronous operations of the group
-    and blocking send and recv; asynchronous ones run on threads of their own, which are not in the order.
+    Every rank of the group must enter it, with the same seed. Covers synchronous operations of the group
+    and blocking send and recv; asynchronous ones run on threads of their own, outside the order.
 
     Args:
         seed: decides the order.
-        group: default: the default group.
+        group: by default the default group.
 
     Yields:
         The schedule, whose ``turns`` tell the order afterwards.
 
     Raises:
-        InvalidArgumentError: the ranks are processes, which cannot be ordered so.
+        InvalidArgumentError: the ranks are processes, which cannot be ordered in this way.
         CollectiveTimeoutError: a rank waits for another outside torchestra's operations, or did not enter.
     """
     group = default_group() if group is None else group
@@ -152,7 +152,7 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
 
 @contextlib.contextmanager
 def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
-    """Let every wait of the group's kernels come back to Python at once, and take a step of the schedule."""
+    """Make every wait of the group's kernels return to Python at once and take a step of the schedule."""
     communicator = group.communicator
     context = communicator.engine.context
     words = {offset: context.word(offset) for offset in (at.SPINS, at.YIELDS)}

@@ -1,4 +1,4 @@
-"""Reasons to skip a distributed test: as decorators, and as exit codes by which a rank tells the test.
+"""Reasons to skip a distributed test: as decorators, and as exit codes with which a rank reports them.
 
 A rank that is a process cannot raise ``SkipTest`` in the process that runs the test; it exits with one of
 :data:`TEST_SKIPS`' codes, and the test is skipped with the reason that belongs to it. The codes and names are
@@ -22,7 +22,7 @@ _SMALL_WORLD = 8
 
 
 class TestSkip(NamedTuple):
-    """An exit code, and the reason it stands for."""
+    """An exit code, and the reason that it stands for."""
 
     exit_code: int
     message: str
@@ -45,7 +45,7 @@ TEST_SKIPS: dict[str, TestSkip] = {
     "importerror": TestSkip(88, "Test skipped due to missing import"),
     "no_accelerator": TestSkip(89, "accelerator is not available."),
 }
-"""Why a test is skipped, by name: the exit code by which a rank says so, and what the test then tells."""
+"""The reasons to skip a test, by name: the exit code of a rank, and the message of the skipped test."""
 
 
 def skip_reason(exit_code: object) -> str | None:
@@ -61,14 +61,14 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[F], F]:
     """Skip the test where there are fewer than ``x`` GPUs.
 
     Args:
-        x: how many it needs.
-        allow_cpu: run it all the same where there is no GPU at all.
+        x: how many GPUs it needs.
+        allow_cpu: whether to run it on a host without any GPU.
     """
     return _only_if(lambda: _gpus() >= x or (allow_cpu and _gpus() == 0), f"multi-gpu-{x}")
 
 
 def skip_if_no_gpu(function: F) -> F:
-    """Skip the test unless every rank has a GPU of its own (by the environment's WORLD_SIZE)."""
+    """Skip the test unless every rank has its own GPU (by the environment's WORLD_SIZE)."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def skip_if_odd_worldsize(function: F) -> F:
 
 
 def requires_world_size(n: int) -> Callable[[F], F]:
-    """Ask the test case for ``n`` ranks instead of its own ``world_size``; skipped without as many GPUs."""
+    """Run the test on ``n`` ranks instead of the case's ``world_size``; skip it if there are fewer GPUs."""
 
     def decorate(function: F) -> F:
         setattr(function, "_required_world_size", n)  # noqa: B010
@@ -104,7 +104,7 @@ def requires_world_size(n: int) -> Callable[[F], F]:
 
 
 def requires_gloo() -> Callable[[F], F]:
-    """Run a test written for Gloo, on torchestra's own engine."""
+    """Run a test written for Gloo on torchestra's own engine."""
     return _only_if(lambda: True, "backend_unavailable")
 
 

@@ -1,4 +1,4 @@
-"""The place where a rank is when its time is over: its stack, and the line of the test."""
+"""The stack of a rank, and its line of the test, when its time is up."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+)(?: in (.*))?$')
 
 
 def dump_on_signal(path: str) -> None:
-    """Have this process write the stacks of its threads to a file when it gets SIGUSR1, wherever it is."""
+    """Make this process write the stacks of its threads to a file on SIGUSR1, whatever it is doing."""
     file = open(path, "w")  # noqa: SIM115, the signal may come until the process ends
     file.write(f"{threading.get_ident():x}\n")
     file.flush()
-    global _dump_file  # the handler has the number of its descriptor only
+    global _dump_file  # keeps the file open: the handler has only its descriptor
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
     _dump_file = file
 
@@ -34,7 +34,7 @@ _dump_file: object = None
 
 
 def read_dump(path: str) -> list[FrameSummary]:
-    """Return the frames that the thread of the test was in, the outermost first; none without a dump."""
+    """Return the frames of the test's thread, the outermost first; an empty list without a dump."""
     try:
         with open(path, errors="replace") as file:
             own, *lines = file.read().splitlines()
@@ -51,7 +51,7 @@ def read_dump(path: str) -> list[FrameSummary]:
 
 
 def late_outcome(rank: int, frames: Sequence[FrameSummary]) -> Outcome:
-    """Return the outcome of a rank that was in these frames when its time was over."""
+    """Return the outcome of a rank that was in these frames when its time was up."""
     runner = next((number for number, each in enumerate(frames) if _runs_tests(each.filename)), 0)
     frames = list(itertools.dropwhile(lambda each: not is_users(each.filename), frames[runner:]))
     inside = next((each for each in reversed(frames) if is_users(each.filename)), None)

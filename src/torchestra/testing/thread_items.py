@@ -23,7 +23,7 @@ _OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys
 
 
 def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
-    """Call the test function on every rank; raise what the outcomes mean."""
+    """Call the test function on every rank; raise the exception that the outcomes imply."""
     kind = type(item.instance) if item.cls is not None else None
 
     def body(rank: int) -> None:
@@ -40,7 +40,7 @@ def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
 
 @contextlib.contextmanager
 def _outputs_apart(item: pytest.Function, size: int) -> Iterator[None]:
-    """Keep what each rank prints, for the report; with ``-s``, prefix its lines instead."""
+    """Keep the output of each rank for the report; with ``-s``, prefix its lines instead."""
     if _OUTPUT_FIXTURES & set(item.fixturenames):
         yield
         return
@@ -63,7 +63,7 @@ def _outputs_apart(item: pytest.Function, size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logs_named(item: pytest.Function) -> Iterator[None]:
-    """Have pytest's reports of what was logged name the rank; what caplog gives to tests stays as it is."""
+    """Make pytest's reports of log records name the rank; what tests get from caplog is unchanged."""
     plugin = item.config.pluginmanager.getplugin("logging-plugin")
     handlers = [
         getattr(plugin, name, None) for name in ("report_handler", "log_cli_handler", "log_file_handler")
@@ -79,7 +79,7 @@ def _logs_named(item: pytest.Function) -> Iterator[None]:
 
 
 class _RankFormatter(logging.Formatter):
-    """Formats as another does, and names the rank; handlers format in the thread that logs."""
+    """Formats like another formatter and adds the rank; handlers format in the thread that logs."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _RankStream(io.TextIOBase):
-    """Writes what threads of a rank write apart, and all else to the stream it stands for."""
+    """Keeps the output of each rank apart; passes all other output to the original stream."""
 
     def __init__(self, original: TextIO, passing: bool) -> None:
         self.original = original
@@ -114,7 +114,7 @@ class _RankStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if not self.original.closed:  # Python 3.13 flushes what is thrown away, whatever has become of that
+        if not self.original.closed:  # Python 3.13 flushes discarded streams, even with a closed original
             self.original.flush()
 
     def text_of(self, rank: int) -> str:

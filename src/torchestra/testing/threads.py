@@ -16,7 +16,7 @@ from torchestra.testing.stacks import late_outcome
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_GRACE_S = 2.0  # for ranks that have been released by another's failure
+_GRACE_S = 2.0  # for ranks released by the failure of another
 
 
 def start_ranks(
@@ -30,15 +30,15 @@ def start_ranks(
 ) -> ThreadRanks:
     """Start ranks that are threads of this process, each in a default group, running one function.
 
-    When a rank raises it leaves its groups, so that those that wait for it get an error at once.
+    A rank that raises leaves its groups, so that ranks that wait for it get an error at once.
 
     Args:
-        body: what each calls, with its rank. Its result is dropped.
+        body: the function that each rank calls, with its rank. Its result is dropped.
         timeout: how long operations of the default group may wait, in seconds.
         init: whether to make the default group before ``body`` is called.
-        may_die: ranks whose being killed (faults.kill) is no failure.
-        world: whose default group it is, torchestra's or torch.distributed's.
-        store: what :func:`~torchestra.interop.rank_world.thread_worlds` yielded.
+        may_die: ranks that may be killed (faults.kill) without a failure.
+        world: the library of the default group, torchestra or torch.distributed.
+        store: the value that :func:`~torchestra.interop.rank_world.thread_worlds` yielded.
     """
 
     def run(rank: int) -> None:
@@ -54,7 +54,7 @@ def start_ranks(
 
 
 def join_ranks(threads: ThreadRanks, timeout: float) -> list[Outcome]:
-    """Wait until all ranks have ended, or one has failed and the others had a moment to notice.
+    """Wait until all ranks have ended, or one has failed and the others have had a moment to notice.
 
     Returns:
         The outcomes by rank; those that have not ended are ``late``, with their stacks.
@@ -85,13 +85,13 @@ def spawn_threads_and_init_comms(
     Every rank is in a default group already. Can be used with and without arguments.
 
     Args:
-        timeout: seconds that the whole may take.
+        timeout: how many seconds the whole test may take.
         world_size: how many ranks; default 4.
 
     Raises:
-        RankFailure: a rank raised (so raises the decorated test); carries its traceback, and its exception as
+        RankFailure: a rank raised (the decorated test raises this); has its traceback, and its exception as
             the cause. The others were released at once.
-        unittest.SkipTest: a rank raised it, or left with one of the exit codes of :data:`TEST_SKIPS`.
+        unittest.SkipTest: a rank raised it, or exited with one of the exit codes of :data:`TEST_SKIPS`.
     """
     if func is None:
         return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
@@ -106,13 +106,13 @@ def spawn_threads_and_init_comms(
 
 
 class MultiThreadedTests(RankTests):
-    """Has each test of a test case run on ``world_size`` threads, each a rank in a default group.
+    """Runs each test of a test case on ``world_size`` threads, each a rank in a default group.
 
-    To be put before a kind of TestCase, as in :class:`MultiThreadedTestCase`.
+    List it before a TestCase among the bases, as in :class:`MultiThreadedTestCase`.
 
-    Call :meth:`_spawn_threads` at the end of your ``setUp``. Every rank has an instance of its own, with
-    ``rank`` set; ``setUp`` and ``tearDown`` run once, on the main thread (rank -1), and what each rank
-    needs belongs into :meth:`perThreadSetUp` and :meth:`perThreadTearDown`.
+    Call :meth:`_spawn_threads` at the end of your ``setUp``. Every rank has its own instance, with
+    ``rank`` set; ``setUp`` and ``tearDown`` run once, on the main thread (rank -1); what each rank
+    needs belongs in :meth:`perThreadSetUp` and :meth:`perThreadTearDown`.
     """
 
     __test__ = False
@@ -123,10 +123,10 @@ class MultiThreadedTests(RankTests):
         """Prepare a rank, in its default group, before the test."""
 
     def perThreadTearDown(self) -> None:
-        """Clean up on a rank after the test, whatever became of it."""
+        """Clean up on a rank after the test, however it ended."""
 
     def _spawn_threads(self) -> None:
-        """Start the ranks on the test; to be called from ``setUp``."""
+        """Start the ranks on the test; call it from ``setUp``."""
         name = self._testMethodName
         cases = [type(self)(name) for _ in range(self.world_size)]
 

@@ -1,4 +1,4 @@
-"""The actor that holds one rank: it has the rank forked, and keeps its events until they are fetched."""
+"""The actor that holds one rank: it has the rank forked, and keeps its events for the launcher to fetch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from torchestra.launcher.spec import Ended, Failure, JobSpec, Script
 from torchestra.store import TCPStoreServer
 
 CONCURRENT_CALLS = 4
-"""One that listens, one that listens again after a broken connection, one that signals, one that closes."""
+"""One call listens, one listens again after a broken connection, one signals, one closes."""
 _LISTEN_SECONDS = 10.0
 _BATCH_BYTES = 8 << 20
 _KEPT_BYTES = 16 << 20
 
 
 class RankActor:
-    """Holds one rank of a job, and on rank 0's node its store. Its methods are called by the launcher."""
+    """Holds one rank of a job and, on rank 0's node, the job's store. The launcher calls its methods."""
 
     def __init__(self) -> None:
         self._store: TCPStoreServer | None = None
@@ -42,7 +42,7 @@ class RankActor:
         self._held: _HeldRank | None = None
 
     def info(self) -> ActorInfo:
-        """Tell where this actor is, and what it has."""
+        """Return this actor's node and resources."""
         import ray
 
         import torchestra
@@ -58,7 +58,7 @@ class RankActor:
         )
 
     def serve_store(self, address: str, secret: str) -> tuple[int, int]:
-        """Serve the job's store, which no rank's death takes along; return its port, and a MASTER_PORT."""
+        """Serve the job's store, which survives any rank's death; return its port, and a MASTER_PORT."""
         self._store = TCPStoreServer(address, secret=secret)
         self._master = PortReservation("")
         return self._store.port, self._master.master_port
@@ -67,13 +67,13 @@ class RankActor:
         """Begin to start the rank.
 
         Args:
-            spec: of the whole job. The search path is this process's, and so is the working directory if that
-                of the job is empty.
-            local_rank: the same among the ranks on this node.
-            variables: of the rank's environment, before this process's.
+            spec: the spec of the whole job. The search path is this process's; so is the working directory if
+                the job's is empty.
+            local_rank: its number among the ranks on this node.
+            variables: variables of the rank's environment, which override this process's.
 
         Raises:
-            InvalidArgumentError: its directory or its script is not on this host.
+            InvalidArgumentError: the job's directory or its script is not on this host.
         """
         own = replace(
             spec,
@@ -89,7 +89,7 @@ class RankActor:
         self._held = _HeldRank(own)
 
     def listen(self, seen: int) -> EventBatch:
-        """Wait a while for events; return those after the first ``seen``, and forget these."""
+        """Wait a while for events; forget the first ``seen``, and return later ones."""
         assert self._held is not None
         return self._held.listen(seen)
 
@@ -99,7 +99,7 @@ class RankActor:
             self._held.signal(signal.Signals(signum), final)
 
     def close(self) -> None:
-        """End what is left; the rank is gone when this returns."""
+        """End the rank if it still runs; it is gone when this returns."""
         if self._held is not None:
             self._held.close()
         if self._store is not None:
@@ -109,7 +109,7 @@ class RankActor:
 
 
 def _search_path() -> tuple[str, ...]:
-    """Return the search path of this process, without what Ray has added for itself."""
+    """Return the search path of this process, without the entries that Ray added for itself."""
     import ray
 
     rays_own = os.path.dirname(ray.__file__)
@@ -188,7 +188,7 @@ class _HeldRank(JobListener):
         self.loop.close()
 
     def _leave(self) -> None:
-        """Have the thread end, and whoever listens return."""
+        """Make the thread end, and calls of :meth:`listen` return."""
         self._over = True
         with self._changed:
             self._changed.notify_all()
@@ -207,7 +207,7 @@ class _HeldRank(JobListener):
                 self._add(Ended(0, -signal.SIGKILL, time.monotonic()))
 
     def _await_room(self) -> None:
-        """Read no more from a rank that prints faster than the launcher fetches it."""
+        """Pause reading from a rank that prints faster than the launcher fetches its output."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._size < _KEPT_BYTES)
 
@@ -217,7 +217,7 @@ class _HeldRank(JobListener):
             self._size += _size(event)
             self._changed.notify_all()
 
-    # What the backend tells: see JobListener
+    # Events from the backend: see JobListener
 
     def begun(self) -> None:
         self._begun = True

@@ -1,7 +1,7 @@
 """The launch backend for Ray: reaches the ranks by calls to their actors.
 
 A call waits at each actor for events of its rank. Its reply wakes the job's loop, which takes the events and
-calls again, saying how many have arrived; so a reply that a broken connection swallows is fetched anew.
+calls again, saying how many have arrived; so a reply lost to a broken connection is fetched anew.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Rank:
 
     Attributes:
         seen: how many events have been taken.
-        clock_offset: what to add to the actor's times for this host's: the least delay that was seen.
-        silent_since: when the first call failed of those that have failed since the last that did not.
-        result: the pickled result, as far as it has come.
-        over: nothing more is expected.
+        clock_offset: the number to add to the actor's times to get this host's: the least delay seen.
+        silent_since: when the first call failed after the last successful one.
+        result: the pickled result, as far as it has arrived.
+        over: whether nothing more is expected.
     """
 
     def __init__(self, placed: PlacedRank) -> None:
@@ -56,8 +56,8 @@ class RayBackend(LaunchBackend):
     """Ranks that are held by actors.
 
     Args:
-        placement: the actors. The caller's, who closes it.
-        env: variables of the ranks' environment, beside and before those of their nodes.
+        placement: the actors; the caller closes it.
+        env: environment variables of the ranks, in addition to those of their nodes, which they override.
 
     Raises:
         DistError: the job's store cannot be served on the node of rank 0.
@@ -129,7 +129,7 @@ class RayBackend(LaunchBackend):
             self._listen(index)
 
     def _ask_later(self, index: int, error: Exception) -> None:
-        """Ask again after the connection broke: it comes back, or Ray learns that the actor is gone."""
+        """Call again after the connection broke: it is restored, or Ray learns that the actor is gone."""
         rank, now = self._ranks[index], time.monotonic()
         rank.silent_since = rank.silent_since or now
         if now - rank.silent_since > _UNREACHABLE_S:
@@ -165,7 +165,7 @@ class RayBackend(LaunchBackend):
     # Ranks that no longer answer
 
     def _lose(self, index: int, error: Exception) -> None:
-        """Tell that the rank's actor has failed or is gone, and the rank with it."""
+        """Report that the rank's actor has failed or is gone, and the rank with it."""
         now = time.monotonic()
         why = self._why_lost(index, error)
         self._ranks[index].over = True
@@ -185,7 +185,7 @@ class RayBackend(LaunchBackend):
         return f"the Ray actor of rank {index} on {host} is lost: {reason}"
 
     def _give_up(self) -> None:
-        """Wait no longer for ranks that were to be killed a while ago and have not answered."""
+        """Stop waiting for ranks that should have been killed a while ago and have not answered."""
         for index, rank in enumerate(self._ranks):
             if not rank.over:
                 rank.over = True
@@ -193,7 +193,7 @@ class RayBackend(LaunchBackend):
 
 
 def _settings() -> dict[str, str]:
-    """Return the environment's variables for torchestra, but for those that are about this host."""
+    """Return the environment's variables for torchestra, except those that concern this host."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -202,7 +202,7 @@ def _settings() -> dict[str, str]:
 
 
 def _rendezvous(placement: Placement, env: Mapping[str, str]) -> dict[str, str]:
-    """Have the job's store served on the node of rank 0, as no node may reach the launcher; return where."""
+    """Serve the job's store on rank 0's node, as nodes may not reach the launcher; return its variables."""
     first = placement.ranks_placed[0]
     secret = env.get(SECRET_VARIABLE) or os.environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
     address = first.info.address

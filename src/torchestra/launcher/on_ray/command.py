@@ -70,7 +70,7 @@ def run_on_ray(options: argparse.Namespace) -> int:
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    """End before there is a job, with nothing left on the cluster."""
+    """Exit before there is a job, with nothing left on the cluster."""
     sys.exit(128 + signum)
 
 

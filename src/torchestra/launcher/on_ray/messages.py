@@ -1,4 +1,4 @@
-"""The messages between launcher and actors: plain data, carried by Ray."""
+"""The messages between launcher and actors: plain data, sent by Ray."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ActorInfo:
         host: the host's name.
         address: the node's IP address.
         gpus: the GPUs that Ray gave the actor.
-        cluster: where rank programs reach the same cluster.
-        version: the torchestra that is installed there.
+        cluster: the address at which rank programs reach the same cluster.
+        version: the version of torchestra installed there.
     """
 
     node: str
@@ -46,7 +46,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class ResultChunk:
-    """Some of the pickled result; ``last`` says that the function has returned, and that this was all."""
+    """Some of the pickled result; ``last`` says that it ends here, and that the function has returned."""
 
     data: bytes
     last: bool
@@ -63,7 +63,7 @@ class EventBatch:
         first: the index of the first event, counted from the actor's beginning.
         events: in order; empty when nothing happened for a while. Nothing follows an
             :class:`~torchestra.launcher.spec.Ended`.
-        clock: ``time.monotonic()`` of the actor's host, by which events tell their times.
+        clock: ``time.monotonic()`` of the actor's host, the clock of the events' times.
     """
 
     first: int

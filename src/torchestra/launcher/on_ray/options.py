@@ -29,15 +29,14 @@ class RayOptions:
     """Options of :func:`torchestra.launch` on a Ray cluster.
 
     Args:
-        num_cpus: of each rank, as Ray counts them.
-        num_gpus: of each rank. Ranks on one node see the GPUs of all of them, in the order of LOCAL_RANK.
-        strategy: Ray's word for where the bundles of a placement group go: on few nodes (``"PACK"``), on many
-            (``"SPREAD"``), or not at all unless on one (``"STRICT_PACK"``) or each on another
-            (``"STRICT_SPREAD"``).
-        address: the cluster, for ``ray.init``, unless this process is connected to one already. None: what
-            RAY_ADDRESS names, else a cluster that runs on this host, else one that is started for the call.
-        runtime_env: in Ray's words, what the ranks need on their nodes, such as ``{"working_dir": "."}``.
-        placement_timeout: seconds (or a timedelta) until the ranks must have their places.
+        num_cpus: CPUs of each rank, as Ray counts them.
+        num_gpus: GPUs of each rank. Ranks on one node see the GPUs of all, in the order of LOCAL_RANK.
+        strategy: Ray's placement strategy for the bundles: on few nodes (``"PACK"``), on many (``"SPREAD"``),
+            strictly on one (``"STRICT_PACK"``) or strictly each on a different one (``"STRICT_SPREAD"``).
+        address: the cluster, for ``ray.init``, unless this process is connected to one already. None: the one
+            that RAY_ADDRESS names, else one that runs on this host, else one started for the call.
+        runtime_env: Ray's description of the environment on the nodes, such as ``{"working_dir": "."}``.
+        placement_timeout: seconds (or a timedelta) within which the cluster must place the ranks.
 
     Raises:
         InvalidArgumentError: one of these makes no sense.
@@ -73,7 +72,7 @@ class RayOptions:
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments that are about Ray."""
+    """Add the arguments that concern Ray to the parser."""
     parser.add_argument(
         "--on", choices=["ray"], help="start the ranks on a Ray cluster rather than on this host"
     )
@@ -106,13 +105,13 @@ def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ray_arguments_given(options: argparse.Namespace) -> list[str]:
-    """Return the names of those that the command line has, without ``--on``."""
+    """Return the names of Ray's arguments on the command line, except ``--on``."""
     more = {**_GIVEN_BY, "working_dir": "--working-dir", "env": "--env"}
     return [name for attribute, name in more.items() if getattr(options, attribute)]
 
 
 def ray_options(options: argparse.Namespace) -> RayOptions:
-    """Return the options that they mean.
+    """Return the Ray options that the command line sets.
 
     Raises:
         InvalidArgumentError: one of them makes no sense.

@@ -19,14 +19,14 @@ from torchestra.launcher.on_ray.options import RayOptions
 from torchestra.types import timeout_seconds
 
 _SLICE_S = 0.1
-"""How long the main thread is in Ray at a time, where Ctrl-C is not heard."""
+"""How long the main thread is in Ray at a time, because Ctrl-C has no effect there."""
 _NOTICE_AFTER_S = 3.0
 _CLOSE_S = 5.0
 _CONNECT_S = 5.0
 
 
 class Cluster:
-    """A connection to a Ray cluster: this process's, or one that is made here and ended by :meth:`close`.
+    """A connection to a Ray cluster: this process's, or a new one that :meth:`close` ends.
 
     Raises:
         NotReadyError: Ray is not installed.
@@ -55,7 +55,7 @@ class Cluster:
                 raise DistError(f"no connection to a Ray cluster at {address or 'hand'}: {error}") from error
 
     def ranks_at_most(self) -> int:
-        """Return how many ranks there are places for, in all: what ``"auto"`` stands for."""
+        """Return how many ranks the whole cluster can hold: the value of ``"auto"``."""
         there = self.ray.cluster_resources()
         fit = (int(there.get(resource, 0) // amount) for resource, amount in self._options.bundle.items())
         return max(1, min(fit))
@@ -64,20 +64,20 @@ class Cluster:
         """Return places for ``ranks`` ranks.
 
         Raises:
-            LaunchTimeoutError: the cluster has not given them in time.
-            DistError: there is an actor that cannot start.
+            LaunchTimeoutError: the cluster did not provide them in time.
+            DistError: an actor could not start.
         """
-        # Where this process connected to the cluster itself, all that runs for it has that environment.
+        # If torchestra connected to the cluster, the connection already has the runtime environment.
         return Placement(self.ray, self._options, ranks, None if self._own else self._options.runtime_env)
 
     def close(self) -> None:
-        """Leave the cluster, if it was entered here."""
+        """Disconnect from the cluster, if this object connected."""
         if self._own:
             self.ray.shutdown()
 
 
 def _check_reachable(address: str | None) -> None:
-    """Fail at once where nobody listens; Ray itself would go on trying for half a minute or for minutes."""
+    """Fail at once if no process listens there; Ray itself would retry for half a minute or for minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
@@ -92,8 +92,8 @@ class PlacedRank(NamedTuple):
 
     Attributes:
         actor: a handle on its :class:`RankActor`.
-        info: where that is.
-        local_rank, local_size: its number among those on the same node, and how many they are.
+        info: the actor's node and resources.
+        local_rank, local_size: its number among the ranks on the same node, and how many they are.
         node: the node's number.
     """
 
@@ -110,7 +110,7 @@ class Placement:
     Ranks are numbered node by node, in the order of the bundles.
 
     Attributes:
-        ranks_placed: of each rank.
+        ranks_placed: the place of each rank.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Placement:
         """Return the results of calls to actors.
 
         Raises:
-            LaunchTimeoutError: they have not all come before the placement's deadline.
+            LaunchTimeoutError: not all results came before the placement's deadline.
             DistError: one of them failed, or its actor did.
         """
         waiting = list(refs)
@@ -159,7 +159,7 @@ class Placement:
             ) from error
 
     def close(self) -> None:
-        """End the ranks that are left, their actors and the placement group."""
+        """End the remaining ranks, their actors and the placement group."""
         ray = self.ray
         with contextlib.suppress(ray.exceptions.RayError):
             refs = [actor.close.remote() for actor in self._actors]
