@@ -1,4 +1,4 @@
-"""``make bench``: every operation, beside the peers found on the machine.
+"""``make bench``: every operation, compared with the peers found on the machine.
 
 ::
 
@@ -11,8 +11,8 @@
 It prints a table per world size and writes ``bench.json``, ``bench.png`` (where matplotlib is installed)
 and, with ``--markdown``, ``bench.md`` into ``out/bench``.
 
-**Pieces.** With ``--add`` what is measured is added to the ``bench.json`` that is there, in place of the
-cells that both have; so the whole can be measured bit by bit, when the machine is free. Pieces of another
+**Pieces.** With ``--add`` the results are added to the existing ``bench.json``, replacing cells that both
+have; so the whole can be measured piece by piece, when the machine is free. Pieces of another
 machine, or measured in another way, are refused.
 
 **Peers.** torch's Gloo, always; torchestra on ordinary tensors, on tensors from ``dist.empty``
@@ -28,20 +28,20 @@ wheel of Open MPI (5.0) has neither ``coll/xhc`` nor ``acoll``, which come with 
 table of what each operation gives out for that (all_gather: world times the size; reduce_scatter: the
 size divided by the world; …). all_reduce, reduce and broadcast work in place.
 
-**What a time means.** What a rank puts in is written anew before every call, because buffers that nobody
-alters stay in the caches of those who have read them, which flatters every library; that is not timed,
-and what reading the clock adds is taken off. From 256 KB on the ranks meet in a barrier between the writing
+**What a time means.** A rank's input is written anew before every call, because unchanged buffers stay in the
+caches of the ranks that have read them, which flatters every library; that is not timed, and the cost of
+reading the clock is subtracted. From 256 KB on the ranks meet in a barrier between the writing
 and the call, as they may share cores. (``--unaltered``: buffers stay as they are, and calls follow each other
 with nothing between them.) Short operations are timed in batches of about a millisecond; a batch counts as
 the mean of its calls, on the rank where that is largest. A cell is the median over the batches of all
 rounds. Its p99 is over single calls, each timed on its own (the slowest rank of each).
-``send_recv`` is half of the way there and back, all pairs 0-1, 2-3, … at once. Operations with a root
+``send_recv`` is half a round trip, all pairs 0-1, 2-3, … at once. Operations with a root
 (broadcast, reduce, gather, scatter) may overlap with the next call, for every peer alike: for those
 this is the time per call in a stream of calls.
 
 **Fairness.** Every rank is one process with one thread. All peers' ranks are started before the first
-measurement of a world size; those who wait for their turn are blocked in a read of a socket. Within a cell
-the peers take turns, several rounds of them, so that a machine that drifts does so for all alike. The
+measurement of a world size; ranks that wait for their turn block in a read of a socket. Within a cell the
+peers take turns, for several rounds, so that drift of the machine affects all alike. The
 report says how busy the machine was with other things (*disturbance*): above a few percent the
 microseconds are not to be trusted, least of all those of peers that spin.
 
@@ -62,7 +62,8 @@ when the last rank has finished its first all_reduce.
 (forward and backward) of PyTorch's own DDP, FSDP2 and tensor parallel, whose losses must agree.
 
 **Remote calls.** Two workers of each library in the same two processes, which take turns; a call's time is
-that of the caller, from the call to its result, or the time of 2,000 calls at once divided by their number.
+measured by the caller, from the call to its result, or the time of 2,000 calls at once divided by their
+number.
 
 To add a section: measure it in a module of its own that returns a
 :class:`~benchmarks.report.SideTable`, and add its name to ``SECTIONS`` in ``options.py`` and to

@@ -55,7 +55,7 @@ def timed(call: Callable[[], object], repetitions: int) -> float:
 
 @kernel
 def repeat_all_reduce(plan, count, address, number):
-    """Reduce so often; return what was not DONE, but once more called."""
+    """Reduce ``number`` times; return how often a call had to be repeated."""
     waits = 0
     for _ in range(number):
         while reduce.all_reduce(plan, count, address) != DONE:
@@ -65,7 +65,7 @@ def repeat_all_reduce(plan, count, address, number):
 
 @kernel
 def bounce(own, peer, begins, number):
-    """Write so often what the peer waits for, and wait for its answer: each rank writes a line of its own."""
+    """Bounce a value ``number`` times between two ranks, each of which writes its own cache line."""
     for step in range(1, number + 1):
         if begins:
             store_release(own, step)
@@ -121,7 +121,7 @@ def smallest(number: int = 2000, turns: int = 41) -> dict[str, float]:
 
 
 def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """By operation: the public call, and the kernel that it comes down to."""
+    """Return, by operation, the public call and the kernel that it comes down to."""
     group = default_group()
     engine, ranks = group.communicator.engine, group.size()
     count = max(1, size // 4)
@@ -159,7 +159,7 @@ def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], ob
 
 
 def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Return the µs of send and recv, half of there and back, between ranks 0 and 1, 2 and 3, …"""
+    """Return the calls of a round trip between ranks 0 and 1, 2 and 3, …: public, and as kernels."""
     rank, tensor = dist.get_rank(), torch.ones(max(1, size // 4))
     other = rank ^ 1
     engine: Any = default_group().communicator.engine

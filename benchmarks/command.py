@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(given: argparse.Namespace) -> BenchOptions:
-    """Return the options that the arguments mean.
+    """Return the options for the arguments.
 
     Raises:
         InvalidArgumentError: a number, size or name makes no sense.
@@ -123,7 +123,7 @@ def options_from(given: argparse.Namespace) -> BenchOptions:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Run the benchmark; the exit code: 1 where a result was wrong, 2 where the arguments are."""
+    """Run the benchmark; return the exit code: 1 for a wrong result, 2 for wrong arguments."""
     try:
         options = options_from(given)
         data = options.output / "bench.json"
@@ -131,7 +131,7 @@ def main(given: argparse.Namespace) -> int:
     except InvalidArgumentError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return _MISUSE
-    # As Ctrl-C: what was started is ended on the way out.
+    # Like Ctrl-C: started processes are ended on the way out.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         report = _watched(options)
@@ -151,7 +151,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def write_report(report: BenchReport, options: BenchOptions) -> list[Path]:
-    """Write JSON, the picture where matplotlib is installed, and Markdown where wanted; the files written."""
+    """Write JSON, the picture if matplotlib is installed, and Markdown if wanted; return the files."""
     options.output.mkdir(parents=True, exist_ok=True)
     data = options.output / "bench.json"
     with replacing(data) as file:
@@ -174,7 +174,7 @@ def write_report(report: BenchReport, options: BenchOptions) -> list[Path]:
 
 
 def _watched(options: BenchOptions) -> BenchReport:
-    """Run with a line of progress on the terminal."""
+    """Run with a progress line on the terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # Once a second, by the benchmark itself: a thread that redraws would take a core from who is measured.

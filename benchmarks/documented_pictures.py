@@ -82,7 +82,7 @@ def _finish(axes: Any, colours: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw both pictures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
-"""Measure a group on several hosts beside plain Gloo and plain MPI over all ranks: `make bench-hosts`.
+"""Compare a group on several hosts with plain Gloo and plain MPI over all ranks: `make bench-hosts`.
 
 Two hosts are network namespaces with two ranks each, joined by a cable (veth) that `tc tbf` shapes to the
 given rate in both directions. Every rank is in a group of torchestra's and in one of torch.distributed's, and
-the two take turns, so that whatever else the machine does hits both. Told are medians over the rounds of the
-slowest rank's time, and between which times the middle half of the rounds lies. torchestra's group uses its
+the two take turns, so that whatever else the machine does hits both. The report shows the median over the
+rounds of the slowest rank's time, and the range of the middle half of the rounds. torchestra's group uses its
 default between the hosts, whose connections are encrypted; another one, which takes its turns too, trusts the
 network and uses Gloo there. Where MPICH and mpi4py are beside the interpreter, its mpiexec starts the ranks,
 and two more take their turns: a group of torchestra's that uses MPI between the hosts, and MPI itself, over
@@ -14,10 +14,10 @@ with each 1448 bytes of a TCP segment (66 bytes of Ethernet, IP and TCP). Of H h
 host has to receive at least, of a tensor of N bytes:
 
     all_reduce      2 (H - 1) / H N    for two hosts N: the sum of the other's, which it knows nothing of
-    all_gather      (H - 1) / H N      what the ranks elsewhere have; N is the whole result
+    all_gather      (H - 1) / H N      the other hosts' parts; N is the whole result
     reduce_scatter  (H - 1) / H N      the others' sums of what its ranks get; N is each rank's input
     broadcast       N                  on every host but the root's
-    all_to_all      (H - 1) / H R / H N    from each rank elsewhere 1 / R of its N for each rank here
+    all_to_all      (H - 1) / H R / H N    from each rank of other hosts 1 / R of its N for each rank here
     DDP             as all_reduce      of all gradients; and what a step takes while nothing can be sent:
                                        forward, the last layer's part of backward, and the optimizer, as
                                        measured in turns with the rest
@@ -77,7 +77,7 @@ def run(*words: str) -> None:
 
 
 def make_network(names: list[str], rate: str) -> None:
-    """Make the hosts and the cable."""
+    """Make the hosts and the link."""
     for name in names:
         run("ip", "netns", "add", name)
     first, second = names
@@ -91,7 +91,7 @@ def make_network(names: list[str], rate: str) -> None:
 
 
 def main() -> None:
-    """Start the ranks and show what rank 0 tells."""
+    """Start the ranks and print rank 0's output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=int, default=1000, help="the link's rate, in Mbit/s, default 1000")
     parser.add_argument("--only", choices=CASES, action="append", help="measure only this")
@@ -135,7 +135,7 @@ def start(names: list[str], directory: Path) -> list[subprocess.Popen[str]]:
     environment |= {"OMP_NUM_THREADS": "1", "TORCHESTRA_BRIDGE": "curve", "UCX_TLS": "tcp,self"}
     program = [sys.executable, *sys.argv, "--worker"]
     if has_mpich():
-        shell = directory / "remote-shell"  # what stands for ssh
+        shell = directory / "remote-shell"  # used in place of ssh
         hosts = {ADDRESS.format(host + 1): name for host, name in enumerate(names)}
         cases = "".join(f"{address}) name={name};;\n" for address, name in hosts.items())
         shell.write_text(f'#!/bin/sh\ncase $1 in\n{cases}esac\nshift\nexec ip netns exec $name sh -c "$*"\n')
@@ -161,7 +161,7 @@ def has_mpich() -> bool:
 
 
 def bound(name: str, mbit: int) -> float:
-    """Seconds; see above."""
+    """Return the bound in seconds; see above."""
     kind, _, size = name.partition(" ")
     elsewhere, here = (HOSTS - 1) / HOSTS, RANKS // HOSTS
     shares = {
@@ -252,7 +252,7 @@ class Mpi:
 
 
 def operation(package: Any, group: Any, name: str, rank: int) -> Callable[[], object] | None:
-    """Return what is measured, by one of the packages, on a group or on all ranks; None where it has none."""
+    """Return the operation of a package to measure, on a group or all ranks; None if it has none."""
     import torch
 
     kind, _, size = name.partition(" ")
@@ -296,7 +296,7 @@ def compare(name: str, operations: dict[str, Callable[[], object] | None], round
 
 
 def slowest(operation: Callable[[], object]) -> float:
-    """Return how long it takes until all ranks have done it, begun together."""
+    """Return the seconds until all ranks, starting together, have run an operation."""
     import torch
 
     import torchestra as ours
@@ -325,7 +325,7 @@ def make_inputs() -> Any:
 
 
 def optimize(model: Any) -> None:
-    """Plain gradient descent."""
+    """Take a step of plain gradient descent."""
     import torch
 
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 The ranks are simulated, their joining is not: each is a thread of one of a few processes, with a client of
 its own of one TCPStore, and goes through what ``init_process_group`` does on several hosts up to where bytes
-begin to move: meet (rendezvous/gathering.py), find out who shares a host by attaching (host_discovery.py),
+begin to move: meet (rendezvous/gathering.py), find the ranks of its host by attaching (host_discovery.py),
 and fetch the memory of its host (joining.py). Hosts are told apart by their ids. The store's server is in the
 process that prints, and counts what it is asked.
 
@@ -50,7 +50,7 @@ STEPS = ("connect", "meet", "find hosts", "fetch memory")
 
 
 class Turn:
-    """Let one of a process's ranks run until it waits for others.
+    """Lets one rank of a process run until it waits for others.
 
     Real ranks have a core each. A thousand threads that all want the one lock of the interpreter spend most
     of their time handing it over.
@@ -70,7 +70,7 @@ class Turn:
 
     @contextlib.contextmanager
     def given_away(self) -> Iterator[None]:
-        """While this rank waits for others."""
+        """Release this rank's turn while it waits for others."""
         if not getattr(self._mine, "turn", False):
             yield
             return
@@ -93,13 +93,13 @@ class Client(TCPStore):
 
 
 def await_end(*arguments: Any) -> bool:
-    """Waiting in a segment."""
+    """Release the turn while waiting in a segment."""
     with TURN.given_away():
         return fd_passing.await_end(*arguments)
 
 
 class Traffic:
-    """Count a server's requests and their bytes to and fro, by kind of request."""
+    """Counts a server's requests and their bytes in both directions, by kind of request."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class Rank:
 
 
 def work(pipe: Connection, ranks: range, size: int, per_host: int, port: int) -> None:
-    """Be some of the ranks; a process of its own."""
+    """Run some of the ranks, in a process of its own."""
     raise_limits()
     # Threads that want to run wake up as often as this; thousands of them would do nothing else.
     sys.setswitchinterval(1.0)

@@ -16,7 +16,7 @@ _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, caches, memory, system and versions, for the report."""
+    """Return processor, caches, memory, system and versions, for the report."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -36,7 +36,7 @@ def available_memory() -> int | None:
 
 
 def busy_share(seconds: float) -> float | None:
-    """Watch for a while; the share (0 to 1) of all cores that somebody used. None where it cannot be told."""
+    """Watch for some seconds; return the share (0 to 1) of all cores in use, or None if unknown."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
@@ -46,7 +46,7 @@ def busy_share(seconds: float) -> float | None:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Busy and total time of all cores since the start, in the system's ticks."""
+    """Return busy and total time of all cores since boot, in the system's ticks."""
     found = re.match(r"cpu +([\d ]+)", _text("/proc/stat"))
     if not found:
         return None

@@ -45,7 +45,7 @@ def cell_bytes(operation: str, size: int, world: int) -> int:
 def measure_cell(
     turns: list[tuple[Column, WorkerProcesses]], operation: str, size: int, world: int, options: BenchOptions
 ) -> tuple[dict[str, Timing], list[PeerError]]:
-    """Measure one cell on all peers, turn by turn; the timings by column, and which peers broke down.
+    """Measure one cell on all peers, turn by turn; return the timings by column, and peers' errors.
 
     A peer that breaks down loses its columns in this cell; the others go on.
     """

@@ -1,4 +1,4 @@
-"""Say what to measure, and how long."""
+"""The options of the benchmark: what to measure, and how long."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class BenchOptions:
         rounds: how often the peers take turns in a cell.
         seconds: how long one turn in a cell lasts (a turn is at least two calls, however long they take).
         sections: which parts of the benchmark to run, from ``SECTIONS``.
-        output: the directory for what is written; made if it is not there.
-        dirtied: whether what a rank puts in is written anew before every call.
+        output: the directory for the files; created if needed.
+        dirtied: whether a rank's input is written anew before every call.
         markdown: whether to write the tables as Markdown too.
 
     Raises:

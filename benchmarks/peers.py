@@ -1,4 +1,4 @@
-"""Who is measured: the kinds of peers, and how the MPIs of a machine are found."""
+"""The libraries to measure: the kinds of peers, and how the MPIs of a machine are found."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def torchestra_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _open_mpi_environment() -> dict[str, str]:
-    """More ranks than cores is what is measured; and it refuses to run as root unless told so."""
+    """Return variables that let Open MPI run more ranks than cores, and run as root."""
     extra = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     if os.geteuid() == 0:
         extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -68,7 +68,7 @@ class SideRow:
     Attributes:
         label: of what.
         values: by column, None or missing where there is none.
-        intervals: by column, between what the true value lies with 95 % probability, where that is known.
+        intervals: by column, the 95 % confidence interval, where known.
     """
 
     label: str
@@ -159,7 +159,7 @@ class BenchReport:
         return min(there, key=lambda key: cell.timings[key].median_us, default=None)
 
     def gloo_ratio(self, cell: Cell) -> float | None:
-        """Gloo's time divided by torchestra's."""
+        """Return Gloo's time divided by torchestra's."""
         return cell.ratio(GLOO, OURS)
 
     def mpi_ratio(self, cell: Cell, ours: str = OURS) -> float | None:
@@ -198,7 +198,7 @@ class BenchReport:
         return Standing(ours.title, ahead, len(ratios), geometric_mean(mpi_ratios)) if ratios else None
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values, for ``json.dump``."""
+        """Return everything as plain values, for ``json.dump``."""
         return {
             "machine": dict(self.machine),
             "options": dict(self.options),

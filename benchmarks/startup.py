@@ -44,7 +44,7 @@ _ENVIRONMENTS = {
 
 
 def measure_startup(options: BenchOptions) -> tuple[SideTable, list[str]]:
-    """Launch 3 times with each launcher and world size, by turns; the medians in seconds, and what failed."""
+    """Launch 3 times by each launcher and size, in turn; return the medians in seconds, and failures."""
     notes: list[str] = []
     rows = []
     keys = [key for key, _ in _COLUMNS if options.wants(key)]

@@ -25,7 +25,7 @@ FEWEST_BATCHES = 2
 
 @dataclass(frozen=True)
 class Timing:
-    """Hold one peer's result in one cell.
+    """One peer's result in one cell.
 
     Attributes:
         median_us: median over the batches, slowest rank, microseconds.
@@ -45,7 +45,7 @@ class Timing:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Sample by sample, the largest over the ranks."""
+    """Return, sample by sample, the largest over the ranks."""
     return [max(samples) for samples in zip(*by_rank, strict=True)]
 
 
@@ -93,7 +93,7 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def plan_batches(call_ns: float, seconds: float) -> tuple[int, int]:
-    """Calls per batch, and batches that fill about ``seconds``, for calls of ``call_ns`` nanoseconds."""
+    """Return calls per batch, and batches in about ``seconds``, for calls of ``call_ns`` nanoseconds."""
     call_ns = max(call_ns, 1.0)
     batch = max(1, round(BATCH_NS / call_ns))
     batches = round(seconds * 1e9 / (batch * call_ns))

@@ -25,7 +25,7 @@ _WON = "green"
 
 
 def format_time(microseconds: float) -> str:
-    """Return microseconds with some three digits: ``0.73``, ``28.4``, ``1122``; from 10 ms on ``11.3 ms``."""
+    """Return microseconds in about three digits: ``0.73``, ``28.4``, ``1122``; from 10 ms on ``11.3 ms``."""
     if microseconds < 9.995:
         return f"{microseconds:.2f}"
     if microseconds < 99.95:
@@ -203,7 +203,7 @@ def _time_text(report: BenchReport, cell: Cell, column: ColumnInfo, style: Style
 
 
 def _colour_style(report: BenchReport, cell: Cell, column: ColumnInfo) -> str:
-    """Ours by whether the best MPI was faster; the best MPI stands out among the others."""
+    """Style our columns by whether the best MPI was faster, and highlight the best MPI."""
     if column.kind == "torchestra":
         ratio = report.mpi_ratio(cell, column.key)
         return "bold" if ratio is None else _LOST if ratio < 1 else _WON
@@ -240,7 +240,7 @@ def _side_rows(table: SideTable) -> list[list[str]]:
 def _with_interval(
     shown: Callable[[float | None], str], value: float | None, interval: tuple[float, float] | None
 ) -> str:
-    """Return a value, and in brackets between what it lies."""
+    """Return a value, and its interval in brackets."""
     if value is None or interval is None:
         return shown(value)
     return f"{shown(value)} ({shown(interval[0])} to {shown(interval[1])})"

@@ -1,8 +1,8 @@
 """The processes of one peer: started together, told what to do, and gone in the end whatever happens.
 
 Each rank connects to a socket (an MPI's launcher leaves its ranks no usable standard input) whose name is
-random and nowhere in the file system, so that nothing stays behind if this process is killed; who connects
-as another user is turned away. Every wait has a deadline, and a rank that ends is noticed at once, because
+random and not in the file system, so that nothing stays behind if this process is killed; connections of
+other users are refused. Every wait has a deadline, and a rank that ends is noticed at once, because
 its connection closes.
 """
 
@@ -199,7 +199,7 @@ class WorkerProcesses:
         )
 
     def _gather(self, deadline: float) -> None:
-        """Accept a connection from every rank, and learn who it is."""
+        """Accept a connection from every rank, and learn its number."""
         self._listener.settimeout(_LOOK_SECONDS)
         while len(self._ranks) < self.world:
             with contextlib.suppress(TimeoutError, PermissionError):

@@ -1,4 +1,4 @@
-"""Search all cases, and see that every mutation is found: `make prove`.
+"""Search all cases, and check that every mutation is found: `make prove`.
 
 The exit code is 1 if a property does not hold, or a mutation is not found.
 """

@@ -1,4 +1,4 @@
-"""The cases that are searched: what ranks run, how operations are cut, what may happen besides."""
+"""The cases to search: the ranks' programs, the sizes of chunks, and the rules for other events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verification.world import OPERATIONS, Rules, World, now
 
 Make = Callable[[Known], World]
 Arguments = Callable[[Ranks, int], tuple[int, ...]]
-"""Of the ranks and a rank's number: what its driver is called with."""
+"""Returns the arguments of a rank's driver, given the ranks and the rank's number."""
 
 
 def _expect(found: int, wanted: int) -> int:
@@ -43,7 +43,7 @@ REPLACED: dict[str, Callable[..., int]] = dict.fromkeys(
     ),
     _nothing,
 )
-"""Kernels that models leave out: they record what happens, and do not decide when ranks go on."""
+"""Kernels that models leave out: they record events, and do not decide when ranks go on."""
 
 
 def library(edit: Edit = unchanged) -> Library:
@@ -63,10 +63,10 @@ class Case:
     Attributes:
         name: for reports.
         size: how many ranks.
-        driver: what each of them runs.
-        arguments: what it is called with.
-        sizes: by which operations are cut.
-        rules: what may happen besides.
+        driver: the program of each rank.
+        arguments: gives the driver's arguments.
+        sizes: into which operations are cut.
+        rules: for events other than the ranks' own steps.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Case:
     rules: Rules = field(default_factory=Rules)
 
     def make(self, kernels: Library, ranks: Ranks) -> Make:
-        """Return what makes the first state, of ranks in a new arena."""
+        """Return the function that makes the first state, of ranks in a new arena."""
         return ranks.world(kernels, self.driver, lambda rank: self.arguments(ranks, rank), self.rules)
 
 
@@ -87,7 +87,7 @@ def in_place(count: int, *more: int, root: int = -1) -> Arguments:
 
 
 def between(count: int, inputs: int, outputs: int, *more: int, root: int = -1) -> Arguments:
-    """Return the arguments of operations with an input and an output, of so many words."""
+    """Return the arguments of operations with an input and an output of some numbers of words."""
     return lambda ranks, rank: (
         ranks.plan(rank, root=root),
         count,
@@ -103,7 +103,7 @@ def in_heap(count: int, *more: int, root: int = -1) -> Arguments:
 
 
 def from_heap(count: int, outputs: int, *more: int) -> Arguments:
-    """Return the arguments of operations with an input in the rank's heap, and an output elsewhere."""
+    """Return the arguments of operations with an input in the rank's heap, and an output outside it."""
     return lambda ranks, rank: (
         ranks.plan(rank),
         count,
@@ -114,7 +114,7 @@ def from_heap(count: int, outputs: int, *more: int) -> Arguments:
 
 
 def message(count: int, *more: int, ring: int = 256) -> Arguments:
-    """Return the arguments of messages of ``count`` words, through a ring of so many bytes."""
+    """Return the arguments of messages of ``count`` words, through a ring of ``ring`` bytes."""
     return lambda ranks, rank: (
         ranks.mailbox(rank, ring),
         ranks.tensor(rank, 16),
@@ -182,5 +182,5 @@ CASES = [
 
 
 def case_named(name: str) -> Case:
-    """Return a case."""
+    """Return the case with a name."""
     return next(case for case in CASES if case.name == name)

@@ -1,7 +1,7 @@
-"""The programs that ranks run in a model, written as kernels: they call the product's, and check what comes.
+"""The programs that ranks run in a model, written as kernels: they call the product's, and check results.
 
-Where a kernel returns PENDING the product looks around in Python (RankContext.finish), and aborts the group
-if a peer has died. :func:`look_around` stands for that.
+When a kernel returns PENDING, the product checks the peers in Python (RankContext.finish), and aborts the
+group if one has died. :func:`look_around` stands for that.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -35,33 +35,33 @@ somebody_crashed = External("somebody_crashed", "i64")
 
 
 def driver(function):
-    """Make a program of a function on words."""
+    """Make a program from a function on words."""
     return KernelSource(function, keeps_interpreter=False)
 
 
 @driver
 def value(rank, operation, index):
-    """Return what a rank sends: different for every rank, operation and element."""
+    """Return an element that a rank sends: different for every rank, operation and index."""
     return (operation + 1) * 10000 + index * 100 + rank + 1
 
 
 @driver
 def fill(tensor, rank, operation, count):
-    """Write what a rank sends."""
+    """Write the elements that a rank sends."""
     for index in range(count):
         store(tensor + 8 * index, value(rank, operation, index))
 
 
 @driver
 def look_around(context):
-    """Abort the group if a rank has crashed; done after PENDING, as RankContext.finish does."""
+    """Abort the group if a rank has crashed; called after PENDING, as in RankContext.finish."""
     if somebody_crashed():
         store_ordered(load(context + ABORT), 1)
 
 
 @driver
 def abort_after(context, code):
-    """Abort the group if ranks no longer agree on where they are, as RankContext.finish does."""
+    """Abort the group if the ranks are no longer in the same operation, as in RankContext.finish."""
     if code == LATE_MISMATCH:
         store_ordered(load(context + ABORT), 1)
     return code
@@ -152,7 +152,7 @@ def gathers(plan, count, tensor, output, root, operations):
 
 @driver
 def exchanges(plan, count, tensor, output, operations):
-    """Send each rank a piece, and get one from each."""
+    """Send each rank a piece, and receive one from each."""
     context = load(plan + PLAN_CONTEXT)
     rank = load(context + RANK)
     size = load(context + SIZE)
@@ -210,7 +210,7 @@ def barriers(plan, operations):
 
 @driver
 def barriers_with_mismatch(plan, operations, wrong):
-    """Meet several times; in the second this rank calls with another count. The others must learn of it."""
+    """Meet several times; the second time this rank passes another count, which the others must detect."""
     context = load(plan + PLAN_CONTEXT)
     for operation in range(operations):
         count = wrong if operation == 1 else 0
@@ -248,7 +248,7 @@ def scatters(plan, count, tensor, output, root, operations):
 
 @driver
 def scans(plan, count, tensor, operations):
-    """Reduce the tensors of the ranks up to each."""
+    """Reduce, for each rank, the tensors of the ranks up to it."""
     context = load(plan + PLAN_CONTEXT)
     rank = load(context + RANK)
     for operation in range(operations):
@@ -269,7 +269,7 @@ def scans(plan, count, tensor, operations):
 
 @driver
 def differing_broadcasts(plan, count, tensor, root, wrong):
-    """Broadcast with another count than the other rank's: all learn of it, then or in the next operation."""
+    """Broadcast with a count that differs from the other rank's: all detect it, at the latest in the next."""
     context = load(plan + PLAN_CONTEXT)
     rank = load(context + RANK)
     for operation in range(3):
@@ -290,7 +290,7 @@ def differing_broadcasts(plan, count, tensor, root, wrong):
 
 @driver
 def alternating(plan, reduction, count, tensor, operations):
-    """An all_reduce, in which all meet, and a broadcast from rank 0, in which the root goes on; in turn.
+    """Alternate an all_reduce, in which all meet, with a broadcast from rank 0, whose root does not wait.
 
     ``plan`` is the broadcast's, ``reduction`` the all_reduce's.
     """

@@ -20,7 +20,7 @@ from typing import Any
 from verification.violations import DataRace
 
 View = dict[int, int]
-"""By address of a word, the number of the newest value that is known."""
+"""By address of a word, the number of the newest known value."""
 Message = tuple[int, tuple[tuple[int, int], ...], tuple[int, ...]]
 """A value of an atomic word, with its writer's view and vector clock; released ones only carry these."""
 
@@ -29,7 +29,7 @@ _WRAP = 1 << 64
 
 @dataclass
 class Known:
-    """What earlier searches of a model have found of its words; a search that finds more is begun anew.
+    """What earlier searches of a model found out about its words; a search that finds more starts anew.
 
     Attributes:
         weak: read by acquire loads. Of other words, which are read in the order of sequentially consistent
@@ -42,7 +42,7 @@ class Known:
 
 
 class KnowsMore(Exception):
-    """A search has found something of a word that its first state did not take into account."""
+    """A search has found out something about a word that its first state did not take into account."""
 
 
 def to_word(value: int) -> int:
@@ -52,12 +52,12 @@ def to_word(value: int) -> int:
 
 
 class SharedMemory:
-    """The state of shared memory, and of what each rank knows of it.
+    """The state of shared memory, and of each rank's knowledge of it.
 
     Args:
         size: how many ranks there are.
         initial: gives a word's value before anybody has written it.
-        known: what is known of the words.
+        known: the known facts about the words.
         relaxed: words by which no rank learns what another has done, though C11 lets it. Fewer states; a
             protocol that is right without is right with it.
     """
@@ -98,7 +98,7 @@ class SharedMemory:
         return new
 
     def key(self) -> Any:
-        """Return what tells this state from others, as far as ranks can find out."""
+        """Return a key that distinguishes this state from others, as far as ranks can observe."""
         oldest = self.oldest
         words = []
         for address in sorted(self.history):
@@ -139,7 +139,7 @@ class SharedMemory:
         return self._value(address)
 
     def write(self, rank: int, address: int, value: int, *, streams: bool = False) -> None:
-        """Write a word in place; what ``streams`` is not visible before the rank's next stream fence."""
+        """Write a word in place; if it ``streams``, it is visible only after the rank's next stream fence."""
         self._order_after_writer(rank, address, "writes")
         clock = self.clocks[rank]
         for other, time in self.readers.get(address, ()):
@@ -157,7 +157,7 @@ class SharedMemory:
             self.streamed = (*self.streamed[:rank], changed, *self.streamed[rank + 1 :])
 
     def stream_fence(self, rank: int) -> None:
-        """Let all that a rank has streamed be covered by its later releases."""
+        """Let the rank's later releases cover its streamed writes."""
         self.streamed = (*self.streamed[:rank], frozenset(), *self.streamed[rank + 1 :])
 
     def _order_after_writer(self, rank: int, address: int, verb: str) -> None:
@@ -172,7 +172,7 @@ class SharedMemory:
     # Atomic words
 
     def choices(self, rank: int, kind: str, address: int) -> range:
-        """Return the numbers of the values that a load may give."""
+        """Return the numbers of the values that a load may return."""
         messages = self._messages(address)
         first = self.oldest.get(address, 0)
         low = max(self.views[rank].get(address, 0), first)
@@ -186,7 +186,7 @@ class SharedMemory:
     def futex_choices(self, rank: int, address: int, expected: int) -> list[int]:
         """Return the numbers of values that a futex may compare with the expected one, after a full fence.
 
-        One value that is equal, if there is such, and one that is not, stand for all.
+        One value that is equal and one that is not, if there are such, stand for all.
         """
         first, messages = self.oldest.get(address, 0), self._messages(address)
         low = max(self.views[rank].get(address, 0), self.ordered.get(address, 0), first)
@@ -213,14 +213,14 @@ class SharedMemory:
         return message[0]
 
     def store(self, rank: int, address: int, value: int, *, ordered: bool, releases: bool = True) -> None:
-        """Write a value, and release it, so that whoever acquires it learns what this rank knows."""
+        """Write a value, and release it, so that a rank that acquires it learns what this rank knows."""
         self._append(rank, address, value, None, releases)
         if ordered:
             self.ordered[address] = self.views[rank][address]
         self._forget(address)
 
     def modify(self, rank: int, address: int, change: Callable[[int], int | None]) -> int:
-        """Read the newest value, write what ``change`` gives unless that is None, at once; return the old."""
+        """Atomically read the newest value and write ``change`` of it, unless None; return the old one."""
         messages = self._messages(address)
         newest = messages[-1]
         self.views[rank][address] = self.oldest.get(address, 0) + len(messages) - 1
@@ -259,7 +259,7 @@ class SharedMemory:
     def _append(
         self, rank: int, address: int, value: int, read: Message | None, releases: bool = True
     ) -> None:
-        """A read-modify-write passes on what the value that it read carried (a release sequence)."""
+        """Append a value; a read-modify-write passes on the view that it read (a release sequence)."""
         if address not in self.known.written:
             self.known.written.add(address)
             raise KnowsMore
@@ -276,7 +276,7 @@ class SharedMemory:
             clock = tuple(map(max, clock, read[2]))
         self.history[address] = (*messages, (to_word(value), tuple(sorted(view.items())), clock))
         if self.dirty[rank]:
-            # What it does in place from now on is not covered by what it has released.
+            # Its plain accesses from now on are not covered by this release.
             own = self.clocks[rank]
             self.clocks[rank] = (*own[:rank], own[rank] + 1, *own[rank + 1 :])
             self.dirty[rank] = False

@@ -1,4 +1,4 @@
-"""Programs of messages and of queues' doorbells, as :mod:`verification.drivers`."""
+"""Programs of messages and of queues' doorbells, like those of :mod:`verification.drivers`."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
@@ -45,7 +45,7 @@ def check_message(tensor, sender, number, count):
 
 @driver
 def stream(state, record, tensor, count, messages):
-    """Rank 0 sends messages to rank 1."""
+    """Send messages from rank 0 to rank 1."""
     rank = load(state + RANK)
     for number in range(messages):
         if rank == 0:
@@ -60,7 +60,7 @@ def stream(state, record, tensor, count, messages):
 
 @driver
 def ping_pong(state, record, tensor, count, messages):
-    """A message goes to and fro between two ranks."""
+    """Send a message to and fro between two ranks."""
     rank = load(state + RANK)
     for number in range(messages):
         sender = number & 1
@@ -76,7 +76,7 @@ def ping_pong(state, record, tensor, count, messages):
 
 @driver
 def at_once(state, record, tensor, count, messages):
-    """Rank 0 sends to rank 1; both try without a record first, as short messages do."""
+    """Send from rank 0 to rank 1; both try without a record first, as short messages do."""
     rank = load(state + RANK)
     for number in range(messages):
         if rank == 0:
@@ -95,7 +95,7 @@ def at_once(state, record, tensor, count, messages):
 
 @driver
 def any_source(state, record, tensor, count, receiver):
-    """Two ranks send to a third, which takes what comes first."""
+    """Send from two ranks to a third, which receives from whichever comes first."""
     rank = load(state + RANK)
     if rank != receiver:
         fill(tensor, rank, 0, count)
@@ -110,7 +110,7 @@ def any_source(state, record, tensor, count, receiver):
 
 @driver
 def queue_and_thread(words, is_thread, tasks, hurries):
-    """A program submits tasks and closes the queue; the thread begins them all, then ends."""
+    """Submit tasks and close the queue, as the program; begin them all and end, as the thread."""
     if is_thread:
         begun = 0
         while await_task(words):

@@ -19,8 +19,8 @@ class Mutation:
     Attributes:
         kernel: its name.
         old: a text that its source has exactly once, as :func:`ast.unparse` writes it.
-        new: what stands in its place.
-        case: which finds it.
+        new: the text in its place.
+        case: the case that finds it.
     """
 
     kernel: str
@@ -29,7 +29,7 @@ class Mutation:
     case: str
 
     def edit(self) -> Edit:
-        """Return what changes the kernel's tree."""
+        """Return the function that changes the kernel's tree."""
 
         def change(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
             if name != self.kernel:
@@ -194,8 +194,9 @@ MUTATIONS = [
 ]
 
 REDUNDANT = [
-    # The system's part of falling asleep begins with a full fence, and compares the word again. These stay
-    # as they are, so that the proofs in waiting.py and doorbell.py need nothing of it but the comparison.
+    # The system's part of falling asleep begins with a full fence, and compares the word again. The kernels
+    # keep these orderings all the same, so that the proofs in waiting.py and doorbell.py
+    # need only the comparison.
     Mutation(_WAITING + "_yield_then_sleep", "seen = load_ordered(", "seen = load_acquire(", "barrier"),
     Mutation(
         _DOORBELL + "await_task",

@@ -1,10 +1,10 @@
-"""Turn kernels into programs that stop before each access to a word that another rank may use meanwhile.
+"""Turn kernels into programs that stop before each access to a word that other ranks may use concurrently.
 
 A kernel is a Python function on words (torchestra/engine/native). The compiler of the product turns its
 syntax tree into machine code; here the same tree becomes *blocks*, Python functions on a list of variables,
 that end where an operation is *visible*: an atomic access, a fence or a futex. So the state of a rank between
-two blocks is plain data, which a search can keep, compare and go back to. A kernel that has no visible
-operation, and calls none that has, stays one Python function.
+two blocks is plain data, which a search can keep, compare and return to. A kernel without visible operations,
+in itself or in kernels that it calls, stays one Python function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WEAKER = {
     "load_relaxed": External("load_relaxed", "i64", "i64"),
     "store_relaxed": External("store_relaxed", "i64", "i64", "i64"),
 }
-"""Accesses that order nothing, which kernels do not have: for mutations."""
+"""Accesses without ordering, which the kernels do not use: for mutations."""
 
 CALL, STOP, RETURN = "call", "stop", "return"
 
@@ -50,7 +50,7 @@ Block = Callable[[list[int]], Any]
 
 
 Edit = Callable[[str, ast.FunctionDef], ast.FunctionDef]
-"""Given a kernel's name and tree, return the tree that is used."""
+"""Given a kernel's name and tree, returns the tree to use."""
 
 
 def unchanged(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
@@ -59,7 +59,7 @@ def unchanged(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
 
 
 class CannotModel(Exception):
-    """A kernel is written in a way that this module does not know."""
+    """A kernel uses a construct that this module does not know."""
 
 
 @dataclass
@@ -70,8 +70,8 @@ class Program:
         name: of the kernel.
         parameters: how many variables its arguments are; they come first.
         variables: how many it has, temporary ones included.
-        blocks: the first is where it begins.
-        dead: by block, the variables that are not read any more when it begins.
+        blocks: its blocks; it begins with the first.
+        dead: by block, the variables that are no longer read when it begins.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Library:
     """All kernels that a model runs.
 
     Args:
-        operations: by name, what stands for intrinsics that are not visible and for C functions.
+        operations: by name, functions that stand for invisible intrinsics and C functions.
         replaced: by a kernel's name, a Python function that is called instead of it.
         edits: changes a kernel's tree before it is used; for mutations.
     """
@@ -113,7 +113,7 @@ class Library:
         return self._trees[kernel.name]
 
     def stops(self, called: object) -> bool:
-        """Return whether a call of this may reach a visible operation."""
+        """Return whether a call of a kernel, intrinsic or C function may reach a visible operation."""
         if isinstance(called, (Intrinsic, External)):
             return _short_name(called) in VISIBLE
         if not isinstance(called, KernelSource) or called.name in self._replaced:
@@ -135,7 +135,7 @@ class Library:
         return self._programs[kernel.name]
 
     def function(self, called: object) -> Callable[..., Any]:
-        """Return what stands for a kernel without visible operations, an intrinsic or a C function."""
+        """Return the function for a kernel without visible operations, an intrinsic or a C function."""
         if isinstance(called, (Intrinsic, External)):
             name = _short_name(called)
             if name not in self._operations:
@@ -155,7 +155,7 @@ class Library:
         return self._functions[called.name]
 
     def scope(self, kernel: KernelSource, tree: ast.AST) -> dict[str, Any]:
-        """Return what the names mean that a tree uses and that are not variables."""
+        """Return the values of the names in a tree that are not variables."""
         variables = kernel.function.__code__.co_varnames
         found: dict[str, Any] = {}
         for node in ast.walk(tree):
@@ -172,7 +172,7 @@ def _short_name(called: Intrinsic | External) -> str:
 
 
 def resolve(kernel: KernelSource, node: ast.expr) -> Any:
-    """Return what a name means in the module of a kernel."""
+    """Return the value of a name in the module of a kernel."""
     if isinstance(node, ast.Attribute):
         return getattr(resolve(kernel, node.value), node.attr)
     if isinstance(node, ast.Name):
@@ -220,7 +220,7 @@ def live_variables(texts: Sequence[str]) -> list[set[int]]:
 
 
 def _place(node: ast.expr) -> int:
-    """Return the number of a variable, -1 for what is none."""
+    """Return the number of a variable; -1 for another expression."""
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "V":
         return int(ast.literal_eval(node.slice))
     return -1
@@ -364,7 +364,7 @@ class _Flattener:
         self._begin(after)
 
     def _plain(self, statement: ast.stmt) -> str:
-        """Return a statement without visible operations as Python's."""
+        """Return a statement without visible operations as Python code."""
         leaving = _Leaving(self._loops[-1] if self._loops else None)
         return ast.unparse(ast.fix_missing_locations(self._named(leaving.visit(copy.deepcopy(statement)))))
 
@@ -374,7 +374,7 @@ class _Flattener:
     def _text(self, node: ast.expr) -> str:
         return ast.unparse(self._named(copy.deepcopy(node)))
 
-    # Expressions: what comes before a visible operation is computed before it, as in Python.
+    # Expressions: parts before a visible operation are computed before it, as in Python.
 
     def _value(self, node: ast.expr) -> str:
         if not self._stops(node):
@@ -455,7 +455,7 @@ class _Flattener:
 
 
 class _Places(ast.NodeTransformer):
-    """Puts elements of the list of variables in the place of their names."""
+    """Replaces the names of variables with elements of the list of variables."""
 
     def __init__(self, places: dict[str, int]) -> None:
         self._places = places

@@ -1,4 +1,4 @@
-"""Search a case as far as there is time for, and a mutation's case until it is found."""
+"""Search a case as far as time permits, and a mutation's case until it is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FEW_STATES, _WALK_SECONDS = 3_000, 10.0
 
 
 def prove(case: Case, ranks: Ranks, deep: bool) -> Outcome:
-    """Search one case: all states; at most so many, and so long, unless ``deep``."""
+    """Search one case: all states if ``deep``, else up to a number of states and seconds."""
     make = case.make(library(), ranks)
     outcome = search(make) if deep else search(make, _STATES, _SECONDS)
     if outcome.complete or outcome.violation:
@@ -24,7 +24,7 @@ def prove(case: Case, ranks: Ranks, deep: bool) -> Outcome:
 
 
 def find(mutation: Mutation, ranks: Ranks) -> Outcome:
-    """Search a mutation's case for what it breaks."""
+    """Search a mutation's case for a violation."""
     make = case_named(mutation.case).make(library(mutation.edit()), ranks)
     outcome = search(make, _FEW_STATES)
     if outcome.violation is None and not outcome.complete:
@@ -38,12 +38,12 @@ def ranks_of(case: Case) -> Ranks:
 
 
 def prove_named(name: str, deep: bool) -> Outcome:
-    """Search a case of that name, for a worker process."""
+    """Search the case with a name, for a worker process."""
     case = case_named(name)
     return prove(case, ranks_of(case), deep)
 
 
 def find_numbered(number: int) -> Outcome:
-    """Search the case of the mutation of that number, those that are redundant last; for a worker process."""
+    """Search the case of a mutation by its number, redundant ones last; for a worker process."""
     mutation = (MUTATIONS + REDUNDANT)[number]
     return find(mutation, ranks_of(case_named(mutation.case)))

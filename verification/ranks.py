@@ -1,6 +1,6 @@
 """Make the first state of a model: the product sets up an arena and its ranks, whose memory the model reads.
 
-So where everything lies, and what the words of a context hold, is said nowhere but in the product.
+So only the product defines the layout of memory and the words of a context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORD = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """By how many bytes operations are cut; small, so that they are several chunks."""
+    """The sizes in bytes into which operations are cut; small, so that there are several chunks."""
 
     direct: int = 64
     chunk: int = 1040
@@ -44,7 +44,7 @@ class Ranks:
 
     Args:
         size: how many ranks.
-        sizes: by which operations are cut.
+        sizes: into which operations are cut.
     """
 
     def __init__(self, size: int, sizes: Sizes = Sizes()) -> None:
@@ -70,7 +70,7 @@ class Ranks:
             self.own(rank, context._masks)
 
     def own(self, rank: int, words: np.ndarray) -> int:
-        """Let only one rank use an array; return its address."""
+        """Make an array private to one rank; return its address."""
         self._kept.append(words)
         start = words.ctypes.data
         self._private[rank].append(range(start, start + words.nbytes))
@@ -121,7 +121,7 @@ class Ranks:
     def world(
         self, library: Library, driver: object, arguments: Callable[[int], Sequence[int]], rules: Rules
     ) -> Callable[[Known], World]:
-        """Return what makes the first state, in which each rank calls a driver."""
+        """Return the function that makes the first state, in which each rank calls a driver."""
         program = library.program(driver)  # type: ignore[arg-type]
         starts = [Start(program, arguments(rank), self.is_private(rank)) for rank in range(self.size)]
         values: dict[int, int] = {}

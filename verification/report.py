@@ -1,4 +1,4 @@
-"""Print what a search has found; a counterexample as a table, a column for each rank."""
+"""Print the outcome of a search; a counterexample as a table with a column for each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHANNEL = {w.HEAD: "HEAD", w.TAKEN: "TAKEN", w.TAIL: "TAIL"}
 
 
 def names_of(ranks: Ranks) -> Callable[[int], str]:
-    """Return a function that says what a word is, by its address."""
+    """Return a function that names a word by its address."""
     layout, size = ranks.layout, ranks.size
     doorbells = layout.channels
     channels = doorbells + w.doorbells_bytes(size)
@@ -66,7 +66,7 @@ def describe(event: Event, name: Callable[[int], str]) -> str:
 
 
 def show_path(outcome: Outcome, ranks: Ranks, console: Console, last: int = 0) -> None:
-    """Print the events that led to a violation; the last so many of them if there are many."""
+    """Print the events that led to a violation; only the last ones if there are many."""
     table = Table("", *(f"rank {rank}" for rank in range(ranks.size)), "line", show_lines=False)
     name = names_of(ranks)
     for number, event in list(enumerate(outcome.path, 1))[-last:]:

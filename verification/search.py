@@ -13,21 +13,21 @@ from verification.violations import Deadlock, NeverEnds, Violation
 from verification.world import CRASH, Event, World
 
 Make = Callable[[Known], World]
-"""Makes the first state, of what is known of its words."""
+"""Makes the first state, given the known facts about its words."""
 _LONGEST_WALK = 20_000
 
 
 @dataclass
 class Outcome:
-    """What a search has found.
+    """The outcome of a search.
 
     Attributes:
         states: how many different states it has seen.
         steps: how many events it has tried.
-        ends: how many states in which all ranks have ended.
-        complete: whether it has seen all states that there are, within its rules.
+        ends: in how many states all ranks have ended.
+        complete: whether it has seen all states, within its rules.
         seconds: how long it took.
-        violation: what is wrong, if something is.
+        violation: the violated property, if any.
         path: the events that lead there.
     """
 
@@ -41,10 +41,10 @@ class Outcome:
 
 
 def search(make: Make, most_states: int = 10**9, seconds: float = 1e9) -> Outcome:
-    """Look at every state once, up to a number of them or for some seconds.
+    """Visit every state once, up to a number of states or for some seconds.
 
-    A search that is complete has also seen that the ranks can end from every state. States are told apart by
-    a hash of 64 bits.
+    A complete search has also shown that the ranks can end from every state. A 64-bit hash distinguishes
+    states.
     """
     known = Known()
     while True:
@@ -123,7 +123,7 @@ class _Search:
 
 
 def walk(make: Make, seconds: float, seed: int = 0) -> Outcome:
-    """Take random paths: ranks change seldom or often, and old values are read now and then."""
+    """Take random paths: ranks alternate rarely or often, and sometimes read old values."""
     known = Known()
     began = time.monotonic()
     outcome = Outcome()

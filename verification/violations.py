@@ -1,4 +1,4 @@
-"""What a search can find wrong."""
+"""The violations that a search can find."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataRace(Violation):
 
 
 class WrongResult(Violation):
-    """A rank has got something other than what the operation must give."""
+    """A rank has got a wrong result of an operation."""
 
 
 class Deadlock(Violation):
@@ -28,4 +28,4 @@ class Deadlock(Violation):
 
 
 class NeverEnds(Violation):
-    """Ranks that go on for ever."""
+    """The ranks may run for ever."""

@@ -1,7 +1,7 @@
 """Ranks that run programs over shared memory: a state, the events that are possible in it, and their effects.
 
-An event is one visible operation of one rank, with the value that it reads, a wake-up without a reason, a
-time-out, or a crash. Between its visible operations a rank runs alone (:mod:`verification.program`).
+An event is one visible operation of one rank, with the value that it reads, a spurious wake-up, a time-out,
+or a crash. Between its visible operations a rank runs alone (:mod:`verification.program`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from verification.violations import Violation
 
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 ALLOCATED = 1 << 60
-"""Where memory lies that kernels allocate: no address of the product's. Each rank has its own there."""
+"""Start of the memory that kernels allocate: no address of the product's. Each rank has its own."""
 LOADS = ("load_acquire", "load_ordered", "load_relaxed")
 STORES = ("store_release", "store_ordered", "store_relaxed")
 
 Frame = tuple[Program, int, int, tuple[int, ...]]
-"""A program, its next block, the variable that the caller wants the result in, and the variables."""
+"""A program, its next block, the caller's variable for the result, and the variables."""
 
 
 class Stop(NamedTuple):
-    """The visible operation before which a rank stands."""
+    """The visible operation before which a rank has stopped."""
 
     kind: str
     words: tuple[int, ...]
@@ -48,7 +48,7 @@ ONLY, CRASH, SLEEP_ENDS, TIME_OUT = "", "crashes", "is woken", "times out"
 
 @dataclass(frozen=True)
 class Start:
-    """The program of one rank, and what it starts with.
+    """The program of one rank, and its arguments.
 
     Attributes:
         program: of the rank.
@@ -63,14 +63,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Rules:
-    """What may happen besides the ranks' own steps.
+    """Rules for events other than the ranks' own steps.
 
     Attributes:
         crashes: how many ranks may crash, at any moment.
-        spurious: how often a sleeping rank may wake without a reason, in all.
-        time_outs: sleeps that have a limit may end at it always, not only once a rank has crashed or the
-            group is aborted.
-        preemptions: how often a rank that could go on may be stopped for another; None for any number.
+        spurious: how many spurious wake-ups there may be in all.
+        time_outs: sleeps with a limit may always time out, not only once a rank has crashed or the group is
+            aborted.
+        preemptions: how often a rank that could go on may be preempted by another; None: any number.
     """
 
     crashes: int = 0
@@ -80,7 +80,7 @@ class Rules:
 
 
 class Running:
-    """The rank that executes now: what the functions that stand for intrinsics work on."""
+    """The rank that runs now, on which the functions that stand for intrinsics work."""
 
     world: World
     rank: int
@@ -94,14 +94,14 @@ now = Running()
 class World:
     """A state of all ranks.
 
-    A sleep that has a limit ends at it only once a rank has crashed or the group is aborted, if the rules do
-    not say otherwise: all else must wake the sleeper, so that a lost wake-up is a deadlock.
+    Unless the rules say otherwise, a sleep with a limit times out only once a rank has crashed or the group
+    is aborted: in all other cases another rank must wake the sleeper, so that a lost wake-up is a deadlock.
 
     Args:
         starts: the ranks.
-        memory: what they share.
-        rules: what may happen besides.
-        abort: the address of the word that tells that the group is aborted.
+        memory: the memory that they share.
+        rules: for events other than the ranks' own steps.
+        abort: the address of the word that is set when the group is aborted.
     """
 
     __slots__ = (
@@ -141,7 +141,7 @@ class World:
         return new
 
     def key(self) -> int:
-        """Return a hash of all that decides what can happen from here on."""
+        """Return a hash of all data that determine the possible futures."""
         bound = (self.last, self.preempted) if self.rules.preemptions is not None else ()
         return hash(
             (
@@ -161,7 +161,7 @@ class World:
         return all(self.results[rank] is not None or rank in self.crashed for rank in range(len(self.starts)))
 
     def events(self) -> Iterator[Event]:
-        """Give what can happen next."""
+        """Yield the possible next events."""
         for rank, stop in enumerate(self.stops):
             if stop is None or rank in self.crashed:
                 continue
@@ -221,7 +221,7 @@ class World:
         self._run(rank, (*callers, (program, block, place, tuple(changed))))
 
     def _effect(self, rank: int, stop: Stop, choice: Any) -> int | None:
-        """Do an operation; return its result, or None if the rank falls asleep."""
+        """Perform an operation; return its result, or None if the rank falls asleep."""
         kind, words, memory = stop.kind, stop.words, self.memory
         address = words[0] if words else 0
         if kind in LOADS:
@@ -242,7 +242,7 @@ class World:
         return 0
 
     def _futex(self, rank: int, words: tuple[int, ...], choice: Any) -> int | None:
-        """Sleep on a word, or wake all who do. The system's part of either begins with a full fence."""
+        """Sleep on a word, or wake all its sleepers. The system's part of either begins with a full fence."""
         _, address, operation, value, *_ = words
         if operation == FUTEX_WAKE:
             self.memory.fence(rank)
@@ -305,14 +305,14 @@ def _variables(program: Program, arguments: Sequence[int]) -> tuple[int, ...]:
 
 
 def _kept(program: Program, block: int, variables: list[int]) -> tuple[int, ...]:
-    """Return the variables, those that are not read again as 0."""
+    """Return the variables, with 0 for those that are not read again."""
     for number in program.dead[block]:
         variables[number] = 0
     return tuple(variables)
 
 
 def private_operation(kind: str, words: Sequence[int]) -> int:
-    """Do a visible operation on a word that only its rank uses."""
+    """Perform a visible operation on a word that only its rank uses."""
     address = words[0]
     value = load(address)
     if kind in STORES:
@@ -325,7 +325,7 @@ def private_operation(kind: str, words: Sequence[int]) -> int:
     return value
 
 
-# What stands for intrinsics that are not visible, and for C functions.
+# Functions that stand for invisible intrinsics and for C functions.
 
 
 def load(address: int) -> int:
@@ -377,7 +377,7 @@ def _nothing(*words: int) -> int:
 
 
 def _allocate(nbytes: int) -> int:
-    """Stand for malloc: memory of this rank alone, which is not used again."""
+    """Stand for malloc: return memory of this rank alone, which is never reused."""
     start = load(ALLOCATED) or ALLOCATED + 64
     store(ALLOCATED, start + (nbytes + 63) // 64 * 64)
     return start
@@ -398,6 +398,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "malloc": _allocate,
     "free": _nothing,
 }
-"""By name: what a model does where a kernel calls an intrinsic that is not visible, or a C function."""
+"""By name: the functions that stand for a kernel's invisible intrinsics and C functions."""
 
 __all__ = ["OPERATIONS", "Event", "Library", "Rules", "Start", "Stop", "World", "load", "now", "store"]

@@ -1,4 +1,4 @@
-"""The script whose start is timed: join, all_reduce once, tell the driver when that was done.
+"""The script whose start-up is timed: join, all_reduce once, tell the driver when that was done.
 
 It is run by a launcher. The driver says by the environment whose functions it uses, and listens on a
 datagram socket.

@@ -50,7 +50,7 @@ def _in_flight(library: Any, value: Any) -> Calls:
 
 
 def workloads(library: Any) -> dict[str, tuple[Calls, int]]:
-    """By name: what makes a number of calls, and of what this must be a multiple."""
+    """Return, by name, a function that makes a number of calls, and the divisor of that number."""
     floats = {
         name: torch.zeros(size // 4) for name, size in (("4 KB", 4096), ("1 MB", 1 << 20), ("64 MB", 1 << 26))
     }

@@ -1,4 +1,4 @@
-"""A rank's talk with the driver: one JSON object per line over a socket.
+"""A rank's protocol with the driver: one JSON object per line over a socket.
 
 Between two commands a rank is blocked in a read of that socket, so that a peer which waits for its
 turn costs the peer that is being measured nothing.

@@ -20,7 +20,7 @@ Call = Callable[[], object]
 
 
 def timed(calls: Sequence[Call], batch: int, batches: int) -> list[float]:
-    """Run ``calls`` in turn ``batch * batches`` times; per batch the mean of one turn, in nanoseconds."""
+    """Run ``calls`` in turn ``batch * batches`` times; return each batch's mean turn in nanoseconds."""
     means = []
     if len(calls) == 1:
         (call,) = calls

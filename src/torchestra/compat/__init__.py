@@ -1,10 +1,10 @@
-"""torch.distributed's module tree and spelling, private names included, for code that was written for it.
+"""torch.distributed's module tree and spelling, private names included, for code written for it.
 
     import torchestra.compat as dist     # instead of: import torch.distributed as dist
 
-Each name is an alias of the thing itself, or adapts names and shapes of arguments to it; docs/compat.md tells
-which, and what is missing. Modules that have nothing of their own are rows of a table (aliases.py). The name
-``"gloo"`` of a backend means torchestra's own engine.
+Each name is an alias of torchestra's own, or adapts the names and shapes of arguments to it; docs/compat.md
+tells which, and what is missing. Modules without code of their own are rows of a table (aliases.py). The
+backend name ``"gloo"`` means torchestra's own engine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 ]
 __all__ += distributed_c10d.__all__
 
-if not TYPE_CHECKING:  # so that type checkers know what there is not
+if not TYPE_CHECKING:  # so that type checkers report missing names
 
     def __getattr__(name: str) -> object:
-        """Import a module of this package when it is asked for, as torch.distributed has its own."""
+        """Import a module of this package on first access, as torch.distributed does."""
         path = f"{__name__}.{name}"
         if not name.startswith("__") and importlib.util.find_spec(path) is not None:
             return importlib.import_module(path)

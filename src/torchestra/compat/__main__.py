@@ -14,7 +14,7 @@ from torchestra.compat.running import run
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the command."""
     arguments = sys.argv[1:]
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)

@@ -1,5 +1,5 @@
-"""The table of torch.distributed's modules that have nothing of their own here: what each names, and of which
-module of torchestra. docs/compat.md lists them.
+"""The table of torch.distributed's modules without code of their own here: their names, and the modules of
+torchestra that these come from. docs/compat.md lists them.
 """
 
 from __future__ import annotations
@@ -88,5 +88,5 @@ ALIASES: AliasTable = {f"torchestra.compat.{path}": sources for path, sources in
 
 
 def install() -> None:
-    """Have ``import`` make these modules."""
+    """Let ``import`` find these modules."""
     AliasFinder(ALIASES).install()

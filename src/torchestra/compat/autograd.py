@@ -28,24 +28,24 @@ __all__ = [
 
 
 def _init(worker_id: int) -> None:
-    """Do nothing: a rank that has become a worker has all it takes."""
+    """Do nothing: a worker needs no further setup."""
 
 
 def _get_max_id() -> int:
-    """Return the greatest number that a context made here could have."""
+    """Return the greatest id that a context made here could have."""
     return contexts_of(current_agent()).max_number
 
 
 def _is_valid_context(context_id: int) -> bool:
-    """Return whether there is a context of this number here."""
+    """Return whether this worker has a context with this id."""
     agent = agent_or_none()
     return agent is not None and contexts_of(agent).find(context_id) is not None
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Return the context of a number.
+    """Return the context with an id.
 
     Raises:
-        RpcError: it is not here.
+        RpcError: this worker has no such context.
     """
     return contexts_of(current_agent()).get(context_id)

@@ -1,4 +1,4 @@
-"""torch's names for backends, and which of torchestra's each of them means."""
+"""torch's names for backends, and the backend of torchestra that each means."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Backend(str):
     """``Backend(name)`` is the name in lower case; the known ones are attributes.
 
     ``GLOO`` is torchestra's own engine, ``FAKE`` the fake world. ``NCCL`` is for CUDA tensors, where this
-    torch has it. The like of UCC cannot be had; others can be registered.
+    torch has it. Others of torch's, such as UCC, are not available; programs can
+    register their own.
     """
 
     __slots__ = ()
@@ -76,13 +77,13 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Make a backend known: for which devices it is, and what makes its groups.
+        """Register a backend, its devices, and the function that makes its groups.
 
         Args:
-            name: in any case; ``Backend.NAME`` is it in lower case from then on.
+            name: in any case; ``Backend.NAME`` is the name in lower case from then on.
             func: returns a group of a class derived from :class:`~torchestra.compat.ProcessGroup`; called
-                with a store, this rank's number, how many ranks there are, and a time-out (a timedelta).
-            extended_api: if true, it is called with a DistributedBackendOptions and ``pg_options`` instead.
+                with a store, this rank, the number of ranks, and a time-out (a timedelta).
+            extended_api: if true, ``func`` gets a DistributedBackendOptions and ``pg_options`` instead.
             devices: kinds of devices; default: the CPU and CUDA.
         """
         lower = name.lower()
@@ -101,10 +102,10 @@ class Backend(str):
 
 
 class BackendConfig:
-    """Tell which backend serves which device, of a text like ``"gloo"`` or ``"cpu:gloo,cuda:gloo"``.
+    """The backend of each device, from a text like ``"gloo"`` or ``"cpu:gloo,cuda:gloo"``.
 
     Raises:
-        InvalidArgumentError: the text has not this form, or names a device twice.
+        InvalidArgumentError: the text does not have this form, or names a device twice.
     """
 
     def __init__(self, backend: str) -> None:
@@ -129,7 +130,7 @@ class BackendConfig:
                 self.device_backend_map[device] = Backend(name)
 
     def get_device_backend_map(self) -> dict[str, str]:
-        """Return the backend by device."""
+        """Return the backends by device."""
         return self.device_backend_map
 
     def __repr__(self) -> str:
@@ -137,14 +138,14 @@ class BackendConfig:
 
 
 def registered(backend: str | None, options: Any = None) -> GroupMaker | None:
-    """Return the maker of groups of a registered backend; None for any other.
+    """Return the function that makes groups of a registered backend; None for other backends.
 
     Args:
         backend: its name, or ``"cpu:name,cuda:name"``.
         options: for a creator that takes them.
 
     Raises:
-        DistBackendError: several backends are named, and a registered one among them.
+        DistBackendError: ``backend`` names several backends, one of them registered.
     """
     if backend is None:
         return None
@@ -159,11 +160,11 @@ def registered(backend: str | None, options: Any = None) -> GroupMaker | None:
 
 
 def engine_of(backend: str | None) -> str | None:
-    """Return torchestra's backend by a name of torch's; None for the one that the rank was launched as.
+    """Return torchestra's backend by torch's name; None for the one that the rank was launched with.
 
     Raises:
-        DistBackendError: it means none.
-        InvalidArgumentError: it is no name.
+        DistBackendError: torchestra has no such backend.
+        InvalidArgumentError: ``backend`` is not a name.
     """
     if backend is None:
         return None
@@ -190,12 +191,12 @@ def engine_of(backend: str | None) -> str | None:
 
 
 def is_gloo_available() -> bool:
-    """Return True: what Gloo does is torchestra's own."""
+    """Return True: torchestra's own engine does what Gloo does."""
     return True
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether a backend by torch's name, or each of ``"cpu:gloo,cuda:nccl"``, can be had."""
+    """Return whether a backend by torch's name, or each of ``"cpu:gloo,cuda:nccl"``, is available."""
     names = BackendConfig(backend).device_backend_map.values() if ":" in backend else [backend]
     plugins = {name.lower() for name in Backend._plugins}
     return all(
@@ -211,7 +212,7 @@ def get_backend(group: AnyGroup | None = None) -> str:
         group: default: the default group.
 
     Raises:
-        InvalidArgumentError: this rank is not in it.
+        InvalidArgumentError: this rank is not in the group.
     """
     own = backend_info.get_backend(group)
     return Backend.GLOO if own in ("native", "threads") else own
@@ -220,7 +221,7 @@ def get_backend(group: AnyGroup | None = None) -> str:
 def get_backend_config(group: AnyGroup | None = None) -> str:
     """Return the backend of a group (default: the default group) for each device.
 
-    That is ``"cpu:gloo,cuda:gloo"``, or ``"cpu:gloo,cuda:nccl"`` where NCCL serves tensors of CUDA.
+    That is ``"cpu:gloo,cuda:gloo"``, or ``"cpu:gloo,cuda:nccl"`` where NCCL serves CUDA tensors.
     """
     own = get_backend(group)
     delegates = backend_info.get_backend_config(group).endswith("cuda:nccl")
@@ -231,7 +232,7 @@ def get_default_backend_for_device(device: Any) -> str:
     """Return the backend that serves a device (``"cuda:0"`` or a torch.device).
 
     Raises:
-        InvalidArgumentError: none is registered for its kind.
+        InvalidArgumentError: no backend is registered for its type.
     """
     kind = str(device).partition(":")[0]
     if kind not in Backend.default_device_backend_map:

@@ -1,4 +1,4 @@
-"""As ``torch.distributed.collective_utils``: objects that all ranks get, or an exception on all of them."""
+"""As ``torch.distributed.collective_utils``: all ranks receive objects, or all raise an exception."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass
 class SyncPayload(Generic[T]):
-    """Say what a rank has come to: a value, or an exception.
+    """The outcome of a rank: a value, or an exception.
 
     Attributes:
-        stage_name: where in the program it is.
+        stage_name: the stage of the program.
         success: whether it has a value.
         payload: the value.
         exception: why there is none.
@@ -40,17 +40,17 @@ def broadcast(
     rank: int = 0,
     pg: ProcessGroup | None = None,
 ) -> T:
-    """Return what rank ``rank`` has, or what a function returns there, on all ranks of a group.
+    """Return, on all ranks of a group, the value of rank ``rank``, or of a function called there.
 
     Args:
         data_or_fn: the value, or the function; None with ``success`` False.
-        success: False has all ranks raise.
-        stage_name: where in the program this is, for the message.
-        rank: whose value it is.
+        success: if False, all ranks raise.
+        stage_name: the stage of the program, for the message.
+        rank: the rank whose value is sent.
         pg: the group; None: this rank alone.
 
     Raises:
-        RuntimeError: on all ranks, if that rank's function has raised, or says that it has failed.
+        RuntimeError: on all ranks, if that rank's function raised, or its ``success`` is False.
     """
     if not success and data_or_fn is not None:
         raise AssertionError("Data or Function is expected to be None if not successful")
@@ -70,16 +70,16 @@ def broadcast(
 def all_gather(
     data_or_fn: Union[T, Callable[[], T]], stage_name: str | None = None, pg: ProcessGroup | None = None
 ) -> list[T]:
-    """Return what each rank of a group has, or what a function returns there, in the order of the ranks.
+    """Return each rank's value, or the result of its function, in the order of the group's ranks.
 
     Args:
         data_or_fn: the value, or the function.
-        stage_name: where in the program this is; a rank at another stage is left out.
+        stage_name: the stage of the program; a rank at another stage is left out.
         pg: the group; None: this rank alone.
 
     Raises:
-        RuntimeError: on all ranks, if a function has raised on any. Its arguments are a text and a list of
-            ranks and exceptions.
+        RuntimeError: on all ranks, if the function of any rank raised. Its arguments are a text and a list
+            of ranks and exceptions.
     """
     mine = _payload(data_or_fn, stage_name, True)
     if pg is None:
@@ -105,16 +105,16 @@ def all_gather_object_enforce_type(
     obj: Any,
     type_checker: Callable[[Any, Any], bool] = lambda x, y: type(x) is type(y),
 ) -> None:
-    """Call :func:`torchestra.all_gather_object`, and compare the types of what came.
+    """Call :func:`torchestra.all_gather_object`, and compare the types of the objects.
 
     Args:
         pg: the group.
-        object_list: one place per rank, which is filled.
+        object_list: filled with one object per rank.
         obj: this rank's object.
-        type_checker: called with the first object and another one; whether they go together.
+        type_checker: called with the first object and another one; returns whether they match.
 
     Raises:
-        TypeError: on all ranks, if some do not.
+        TypeError: on all ranks, if some do not match.
     """
     all_gather_object(object_list, obj, group=pg)
     for rank, each in enumerate(object_list):

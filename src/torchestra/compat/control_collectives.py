@@ -1,4 +1,4 @@
-"""torch's collectives over a store, for a few bytes of control."""
+"""torch's collectives over a store, for small control messages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["_ControlCollectives", "_StoreCollectives"]
 
 
 class _ControlCollectives:
-    """What collectives for control are instances of."""
+    """The base class of control collectives."""
 
 
 class _StoreCollectives(_ControlCollectives):
     """Collectives over a store; a key serves one operation.
 
     Args:
-        store: which all ranks share.
+        store: the store that all ranks share.
         rank: this rank.
-        world_size: how many there are.
+        world_size: how many ranks there are.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -32,7 +32,7 @@ class _StoreCollectives(_ControlCollectives):
         self._used: set[str] = set()
 
     def barrier(self, key: str, timeout: timedelta = DEFAULT_STORE_TIMEOUT, block: bool = True) -> None:
-        """Return when all ranks have come; with ``block`` False, at once."""
+        """Wait until all ranks have called this; with ``block`` False, return at once."""
         self._begin(key)
         if self._store.add(f"{key}/num_members", 1) == self._world_size:
             self._store.set(f"{key}/last_member", "<val_ignored>")
@@ -49,17 +49,17 @@ class _StoreCollectives(_ControlCollectives):
         return self._store.add(f"{key}/sum", 0)
 
     def broadcast_send(self, key: str, data: Value, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
-        """Give all other ranks some bytes."""
+        """Send some bytes to all other ranks."""
         self._begin(key)
         self._store.set(f"{key}:broadcast", data)
 
     def broadcast_recv(self, key: str, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> bytes:
-        """Return the bytes that a rank gives all others."""
+        """Return the bytes that a rank sends to all others."""
         self._begin(key)
         return self._store.await_values([f"{key}:broadcast"], timeout)[0]
 
     def gather_send(self, key: str, data: Value, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
-        """Give the rank that gathers some bytes."""
+        """Send some bytes to the rank that gathers."""
         self._begin(key)
         self._store.set(f"{key}:gather:{self._rank}", data)
 
@@ -71,7 +71,7 @@ class _StoreCollectives(_ControlCollectives):
     def scatter_send(
         self, key: str, data: Sequence[Value], timeout: timedelta = DEFAULT_STORE_TIMEOUT
     ) -> bytes:
-        """Give each rank its bytes; returns this rank's."""
+        """Send each rank its bytes; return this rank's."""
         self._begin(key)
         if len(data) < self._world_size:
             raise InvalidArgumentError(
@@ -82,7 +82,7 @@ class _StoreCollectives(_ControlCollectives):
         return self._store.get(f"{key}:scatter:{self._rank}")
 
     def scatter_recv(self, key: str, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> bytes:
-        """Return the bytes that a rank has for this one."""
+        """Return the bytes that another rank sends to this one."""
         self._begin(key)
         return self._store.await_values([f"{key}:scatter:{self._rank}"], timeout)[0]
 

@@ -1,6 +1,6 @@
-"""torch's debug level. It is kept for those who ask for it; what it turns on in torch is always on here.
+"""torch's debug level, kept for programs that read it: torchestra always has the checks that it enables.
 
-That is: calls that do not match are told with their fingerprints, and unused parameters by name.
+Errors always show the fingerprints of calls that do not match, and name unused parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 class DebugLevel(enum.IntEnum):
-    """Say how much torch checks and logs."""
+    """How much torch checks and logs."""
 
     OFF = 0
     INFO = 1
@@ -38,10 +38,10 @@ def set_debug_level(level: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Take the level over from the environment variable TORCH_DISTRIBUTED_DEBUG; OFF where it is not set.
+    """Take the level from the environment variable TORCH_DISTRIBUTED_DEBUG; OFF if it is not set.
 
     Raises:
-        InvalidArgumentError: it is none of OFF, INFO and DETAIL (in any case).
+        InvalidArgumentError: the variable is none of OFF, INFO and DETAIL (in any case).
     """
     text = os.environ.get(_VARIABLE, "")
     try:

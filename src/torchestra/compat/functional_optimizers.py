@@ -54,19 +54,19 @@ _FunctionalRprop = _functional(optim.Rprop)
 _FunctionalSGD = _functional(optim.SGD)
 
 functional_optim_map: dict[Any, Callable[..., Any]] = {each.of: each for each in _Functional.__subclasses__()}
-"""The functional optimizer of each of torch's."""
+"""The functional optimizer for each optimizer class of torch."""
 
 
 def register_functional_optim(key: Any, optim: Callable[..., Any]) -> None:
-    """Add one, for :func:`as_functional_optim`, unless the key has one."""
+    """Register an optimizer for :func:`as_functional_optim`, unless the key has one."""
     functional_optim_map.setdefault(key, optim)
 
 
 def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a functional optimizer that gets to know parameters by their steps.
+    """Make a functional optimizer that learns its parameters from its steps.
 
     Raises:
-        InvalidArgumentError: there is none of that class.
+        InvalidArgumentError: the class has no functional counterpart.
     """
     if optim_cls not in functional_optim_map:
         raise InvalidArgumentError(f"Optimizer {optim_cls} does not have a functional counterpart!")

@@ -53,7 +53,7 @@ _USER = "user:"
 
 
 class _NoMember(NonMember):
-    """Of all groups that this rank is not in; its ranks are those of the last such that was made."""
+    """Stands for all groups without this rank; its ranks are those of the last such group made."""
 
     def __init__(self) -> None:
         self.group_name = "one that this rank is not in"
@@ -91,7 +91,7 @@ def init_process_group(
     """Call :func:`torchestra.init_process_group` by torch's names of backends: ``"gloo"`` is our engine.
 
     ``backend`` may be a registered one, whose ``pg_options`` may be anything. ``device_id`` names a device
-    that torch's NCCL would bind the group to; ``_ranks`` is torch's own.
+    that torch's NCCL would bind the group to; ``_ranks`` is internal to torch.
 
     Raises:
         DistBackendError: the backend is one that torchestra does not run.
@@ -113,7 +113,7 @@ def new_group(
     device_id: Any = None,
     sort_ranks: bool = True,
 ) -> AnyGroup | None:
-    """Call :func:`torchestra.new_group`; for a rank that is not in the group, what torch returns.
+    """Call :func:`torchestra.new_group`; a rank that is not in the group gets what torch returns.
 
     That is ``GroupMember.NON_GROUP_MEMBER``, or None with ``use_local_synchronization``.
     """
@@ -136,7 +136,7 @@ def _new_group_with_tag(
     maker = registered(backend, backend_options)
     engine = None if maker else engine_of(backend)
     if backend is not None and engine is None and default_group().maker is not None:
-        engine = choose_backend(None)  # asked for by name, where it is not what the default group has
+        engine = choose_backend(None)  # requested by name, unless the default group has it
     made = new_groups.make_group(
         new_groups.in_order(ranks) if sort_ranks else ranks,
         GroupTerms(timeout, engine, backend_options, device_id, maker),
@@ -202,12 +202,12 @@ def _get_default_store() -> Store:
 
 
 def _rank_not_in_group(group: AnyGroup | None) -> bool:
-    """Return whether a group is one that this rank is not in."""
+    """Return whether this rank is not in a group."""
     return isinstance(group, NonMember)
 
 
 def _get_group_tag(pg: ProcessGroup) -> str:
-    """Return the tag of a group; one that begins with ``ptd:`` where it was given none."""
+    """Return the tag of a group; one that begins with ``ptd:`` if the group was made without one."""
     return current_world().tag_of(pg)
 
 
@@ -217,7 +217,7 @@ def _find_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int]) -> ProcessGroup | 
 
 
 def _find_or_create_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
-    """Find or make such a group of this rank's ``stride`` consecutive ones among ``ranks``."""
+    """Find or make the group of this rank's block of ``stride`` consecutive ranks in ``ranks``."""
     return functional_groups.find_or_make_group(tag.removeprefix(_USER), ranks, stride)
 
 
@@ -299,7 +299,7 @@ def get_rank(group: AnyGroup | None = None) -> int:
 
 
 def _round_robin_process_groups(process_groups: Sequence[ProcessGroup]) -> RoundRobinGroup:
-    """Groups of the same ranks as one, which take turns."""
+    """Return several groups of the same ranks as one group, which uses them in turn."""
     return RoundRobinGroup(process_groups)
 
 
@@ -311,10 +311,10 @@ def _store_based_barrier(
     timeout: Timeout,
     logging_interval: timedelta = timedelta(seconds=10),
 ) -> None:
-    """Wait until as many ranks have come as are expected.
+    """Wait until ``rendezvous_count`` ranks have called this.
 
     Raises:
-        DistStoreError: they have not come in time.
+        DistStoreError: they did not in time.
     """
     key = f"store_based_barrier_key:{group_name}"
     try:

@@ -1,7 +1,7 @@
-"""Importing a program's own modules renamed (renaming.py), and nobody else's.
+"""Importing a program's own modules renamed (renaming.py), and no others.
 
-Its own are those that come from source files outside of Python's library and of where packages are installed.
-So what torch and other packages import is the real torch.distributed.
+Its own modules are source files outside Python's library and the directories of installed packages. So torch
+and other packages import the real torch.distributed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["RenamingLoader", "install"]
 
 
 class RenamingLoader(SourceFileLoader):
-    """Loads a source file renamed. Leaves no ``.pyc`` behind, which an import without this would find."""
+    """Loads a source file renamed. It leaves no ``.pyc``, which an import without this would use."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -37,7 +37,7 @@ class RenamingLoader(SourceFileLoader):
 
 
 class _Finder:
-    """Comes before the finders that there are, and has them find."""
+    """Precedes the other finders, and delegates to them."""
 
     def __init__(self) -> None:
         paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -47,7 +47,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec with a loader that renames, or None where nothing is renamed."""
+        """Return the module's spec with a loader that renames, or None if the module is not renamed."""
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
                 if type(spec.loader) is SourceFileLoader and self._is_own(Path(spec.loader.path)):

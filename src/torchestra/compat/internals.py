@@ -43,7 +43,7 @@ STORE_BASED_BARRIER_PREFIX = "store_based_barrier_key"
 
 
 class ErrorType(enum.IntEnum):
-    """Say what kind of error torch's groups have met."""
+    """The kind of error that torch's groups have met."""
 
     SUCCESS = 0
     TIMEOUT = 1
@@ -52,7 +52,7 @@ class ErrorType(enum.IntEnum):
 
 
 class _View(Mapping[Any, Any]):
-    """One of the tables of :class:`_World`, made anew whenever it is read."""
+    """One of the tables of :class:`_World`, computed at every access."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -106,17 +106,17 @@ def _device_capability(group: AnyGroup | None = None) -> list[str]:
 
 
 def _get_default_timeout(backend: str) -> timedelta:
-    """Return how long operations may take unless the group is given a time-out."""
+    """Return how long operations may take by default."""
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"_get_default_timeout: `backend` must be a str, got {shown(backend)}")
     return DEFAULT_TIMEOUT
 
 
 def _check_valid_timeout(timeout: Any) -> None:
-    """Refuse what is no timedelta.
+    """Refuse a time-out that is not a timedelta.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a timedelta.
     """
     if not isinstance(timeout, timedelta):
         raise InvalidArgumentTypeError(
@@ -125,7 +125,7 @@ def _check_valid_timeout(timeout: Any) -> None:
 
 
 def _object_to_tensor(obj: Any, device: Any, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an object's pickle as a tensor of bytes, and its length in a tensor of one."""
+    """Return an object's pickle as a tensor of bytes, and its length as a tensor of one element."""
     file = io.BytesIO()
     pickle.Pickler(file).dump(obj)
     data = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)

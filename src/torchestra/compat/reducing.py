@@ -47,7 +47,7 @@ def _compute_bucket_assignment_by_size(
     tensor_indices: Sequence[int] = (),
     logger: Any = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the indices in each bucket, and its limit. ``logger`` is torch's, and has no meaning here."""
+    """Return each bucket's indices and size limit. ``logger`` is torch's, and ignored."""
     return compute_bucket_assignment_by_size(tensors, bucket_size, expect_sparse_gradient, tensor_indices)
 
 
@@ -57,22 +57,22 @@ def _make_nccl_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 
 
 def _register_comm_hook(reducer: Reducer, state: Any, comm_hook: Any) -> None:
-    """Have a reducer average its buckets by a hook."""
+    """Make a reducer average its buckets by a hook."""
     reducer.register_comm_hook(state, comm_hook)
 
 
 def _register_builtin_comm_hook(reducer: Reducer, comm_hook_type: BuiltinCommHookType) -> None:
-    """Have a reducer average its buckets by a built-in hook."""
+    """Make a reducer average its buckets by a built-in hook."""
     reducer.register_builtin_comm_hook(comm_hook_type)
 
 
 def _verify_params_across_processes(
     process_group: ProcessGroup, params: Sequence[torch.Tensor], logger: Any = None
 ) -> None:
-    """Compare the parameters' shapes. Must be called by all ranks of the group.
+    """Compare the parameters' shapes. All ranks of the group must call this.
 
     Raises:
-        InvalidArgumentError: on every rank, when they are not the same on all.
+        InvalidArgumentError: on every rank, if they are not the same on all.
     """
     mine = [
         (f"parameter {index}", f"{str(tensor.dtype)[6:]} {list(tensor.shape)}")

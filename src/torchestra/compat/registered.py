@@ -1,8 +1,8 @@
-"""Groups of registered backends: what runs their operations is somebody else's class.
+"""Groups of registered backends, whose operations a class of the user's runs.
 
 Such a class derives from :class:`ProcessGroup` and has torch's C++ methods (``allreduce(tensors, opts)`` and
-so on). The functions of the package reach it as they reach every group, by its communicator, which hands each
-operation on to the method that is meant. An operation for which the class has no method is refused.
+so on). The functions of the package use it like every group, by its communicator, which passes each operation
+on to the corresponding method. An operation for which the class has no method is refused.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torchestra.types import ReduceOp, Timeout
 __all__ = ["Creator", "DistributedBackendOptions", "ProcessGroup", "maker_of"]
 
 Creator = Callable[..., Any]
-"""Makes a backend's group: of a store, a rank, a size and a timedelta, or of options (see below)."""
+"""Makes a backend's group from a store, a rank, a size and a timedelta, or from options (see below)."""
 
 
 class _EveryGroup(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        """Return every group is a ProcessGroup, of whatever backend; of classes derived from it, as ever."""
+        """Return True for ProcessGroup and any group; for derived classes, check as usual."""
         return isinstance(instance, process_group.ProcessGroup) and (
             cls is ProcessGroup or type.__instancecheck__(cls, instance)
         )
 
 
 class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
-    """Serve registered backends as the base of their groups: ``ProcessGroup([store,] rank, size)``.
+    """The base class of groups of registered backends: ``ProcessGroup([store,] rank, size)``.
 
-    It runs nothing by itself. Its number, name, store and ranks are known when it was made by
+    It runs no operation by itself. Its number, name, store and ranks are known if it was made by
     :func:`~torchestra.compat.init_process_group` or :func:`~torchestra.compat.new_group`.
     """
 
@@ -68,18 +68,18 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
         return self.getBackendName()
 
     def abort(self) -> None:
-        """End what is under way by force; for the backend to say how."""
+        """Abort pending operations; backends override this."""
 
     def shutdown(self) -> None:
-        """Called when the group is destroyed; for the backend to say what is to be done."""
+        """Release the backend's resources when the group is destroyed; backends override this."""
 
     def shrink(
         self, exclude: Sequence[int] = (), timeout: Timeout | None = None
     ) -> process_group.ProcessGroup:
-        """Refuse, unless the backend overrides this.
+        """Refuse; a backend that can shrink overrides this.
 
         Raises:
-            InvalidArgumentTypeError: it does not.
+            InvalidArgumentTypeError: the backend does not override this.
         """
         raise InvalidArgumentTypeError(
             f"shrink: Process group backend for {self.group_name!r} does not support shrinking operations:"
@@ -89,7 +89,7 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
     def shrink_when_idle(
         self, exclude: Sequence[int], timeout: Timeout | None = None
     ) -> process_group.ProcessGroup:
-        """Call :meth:`shrink`: when its operations end, only the backend knows."""
+        """Call :meth:`shrink`: only the backend knows when its operations end."""
         return self.shrink(exclude, timeout)
 
     def become(self, *arguments: Any) -> None:
@@ -108,7 +108,7 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
 
 @dataclass
 class DistributedBackendOptions:
-    """Hold the arguments of a creator that was registered with ``extended_api=True``."""
+    """The arguments of a creator that was registered with ``extended_api=True``."""
 
     store: Store
     group_rank: int
@@ -119,12 +119,12 @@ class DistributedBackendOptions:
 
 
 def maker_of(backend: str, creator: Creator, extended: bool, options: Any) -> GroupMaker:
-    """Return the maker of a registered backend's groups, for the world.
+    """Return the function by which the world makes a registered backend's groups.
 
     Args:
         backend: its name.
         creator: as registered.
-        extended: whether that takes :class:`DistributedBackendOptions`, and ``options``.
+        extended: whether the creator takes :class:`DistributedBackendOptions`, and ``options``.
     """
 
     def make(
@@ -150,7 +150,7 @@ def maker_of(backend: str, creator: Creator, extended: bool, options: Any) -> Gr
 
 
 class RegisteredEngine(Engine):
-    """Hands every operation on to the group's method in torch's C++ form."""
+    """Passes every operation on to the group's method, with the arguments of torch's C++ methods."""
 
     delegates = True
     is_aborted = False
@@ -181,7 +181,7 @@ class RegisteredEngine(Engine):
         async_op: bool,
         timeout_s: float,
     ) -> Work | None:
-        """Call the method of the row; wait for it unless told not to."""
+        """Call the method of the row; wait for it unless ``async_op``."""
         values = {"reduceOp": op, "rootRank": root}
         chosen = {name: value for name, value in values.items() if value is not None}
         made = getattr(options, row.options)(**chosen)
@@ -199,7 +199,7 @@ class RegisteredEngine(Engine):
         return None
 
     def _begin(self, names: Sequence[str], *arguments: Any) -> Any:
-        """Call the first of some methods that the class has by itself."""
+        """Call the first of some methods that the class itself defines."""
         for name in names:
             if getattr(type(self._group), name, None) is not getattr(process_group.ProcessGroup, name, None):
                 return getattr(self._group, name)(*arguments)
@@ -255,7 +255,7 @@ class RegisteredEngine(Engine):
 
 
 def _as_torch_takes_it(row: Collective, parameter: Parameter, value: Any) -> Any:
-    """Return a tensor in a list, a list in a list, and what the methods for single tensors take as it is."""
+    """Return a tensor or list inside a list; arguments of single-tensor methods unchanged."""
     if row.shape in (Shape.OUTPUT_IS_WHOLE, Shape.INPUT_IS_WHOLE, Shape.ROWS):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A read-only view of this rank's groups in the form in which torch keeps it: ``_world``."""
+"""A read-only view of this rank's groups in the form of torch's registry, ``_world``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["_World", "_world"]
 
 
 class _World:
-    """The groups of the rank that the calling thread belongs to; each form is made when it is asked for."""
+    """The groups of the calling thread's rank; each table is computed when it is read."""
 
     @property
     def default_pg(self) -> ProcessGroup | None:
@@ -38,12 +38,12 @@ class _World:
 
     @property
     def pg_backend_config(self) -> dict[ProcessGroup, str]:
-        """Return which backend each group has for which device."""
+        """Each group's backends by device."""
         return {group: get_backend_config(group) for group in self._groups()}
 
     @property
     def group_count(self) -> int:
-        """Return how many groups all ranks have made together."""
+        """The number of groups that all ranks have made together."""
         return get_pg_count()
 
     @property
@@ -61,7 +61,7 @@ class _World:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """Of each group its name, description, backends, size and ranks."""
+        """Each group's name, description, backends, size and ranks."""
         return [
             {
                 "pg_name": group.group_name,

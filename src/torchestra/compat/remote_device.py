@@ -13,7 +13,7 @@ class _remote_device:
     """A device of a worker: ``"<worker>/<device>"``, ``"rank:<rank>/<device>"`` or ``"<device>"``.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the text has another form.
     """
 
     def __init__(self, remote_device: str | torch.device) -> None:

@@ -1,9 +1,9 @@
-"""The rename of torch.distributed, done to a program while it is compiled.
+"""The rename of torch.distributed in a program while it is compiled.
 
-Import statements are changed, and what is reached by attributes: ``torch.distributed.all_reduce``, or
+It changes import statements and attribute accesses: ``torch.distributed.all_reduce``, or
 ``nn.parallel.DistributedDataParallel`` after ``from torch import nn``. So nothing is wrapped or replaced in
-torch, other modules are as they were, and torch.compile sees plain modules. What a program looks up by a
-string (``importlib``, ``getattr``) is not seen.
+torch, other modules stay unchanged, and torch.compile sees plain modules. Names that a program looks up by a
+string (``importlib``, ``getattr``) are not renamed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["rename"]
 
-# By dotted path: a module of ours, and what of it (nothing: the module itself).
+# By dotted path: a module of ours, and a name in it (empty: the module itself).
 _RENAMED = {
     "torch.distributed": ("torchestra.compat", ""),
     "torch._C._distributed_c10d": ("torchestra.compat.distributed_c10d", ""),
@@ -24,7 +24,7 @@ _RENAMED = {
     "torch.utils.data.DistributedSampler": ("torchestra.compat.sampling", "DistributedSampler"),
     "torch.utils.data.distributed": ("torchestra.compat.sampling", ""),
 }
-# What concerns no group, such as launching processes and supervising them: torch's own serves.
+# Modules that concern no group, such as launching and supervising processes: torch's own serve.
 _GROUPLESS = tuple(
     f"torch.distributed.{name}"
     for name in (
@@ -33,19 +33,19 @@ _GROUPLESS = tuple(
         *("launcher", "logging_handlers", "remote_device", "run"),
     )
 )
-# What torch's own code does on groups of torchestra: see torch_code.py.
+# Modules whose own code runs on groups of torchestra: see torch_code.py.
 _ON_OUR_GROUPS = tuple(
     f"torch.distributed.{name}"
     for name in ("_composable", "_state_dict_utils", "_tools", "checkpoint", "fsdp", "pipelining", "tensor")
 )
 _KEPT = (*_GROUPLESS, *_ON_OUR_GROUPS)
-# Torch's too in a module that imports one of those, which take no other meshes.
+# Torch's own too in a module that imports one of those, which accept only torch's meshes.
 _MESHES = tuple(f"torch.distributed.{name}" for name in ("device_mesh", "init_device_mesh", "DeviceMesh"))
 _NEED_WORLD = "from torchestra.compat.torch_code import need_world as _need_world; _need_world()"
 
 
 def rename(tree: ast.Module) -> ast.Module:
-    """Rename in a program, in place; an import of what has no counterpart becomes an ImportError."""
+    """Rename in a program, in place; an import without counterpart becomes an ImportError."""
     torchs = any(map(_on_our_groups, _imported(tree)))
     renaming = _Renaming(_bound(tree), (*_KEPT, *_MESHES) if torchs else _KEPT)
     renaming.visit(tree)
@@ -72,7 +72,7 @@ def _within(path: str, parents: tuple[str, ...]) -> bool:
 
 
 def _imported(tree: ast.Module) -> set[str]:
-    """Return the dotted paths of what a program imports."""
+    """Return the dotted paths that a program imports."""
     paths: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -96,7 +96,7 @@ def _new_path(path: str, kept: tuple[str, ...] = _KEPT) -> str | None:
 
 
 def _bound(tree: ast.Module) -> dict[str, str]:
-    """Return the names that the program's imports bind to something of torch's, and its dotted path."""
+    """Return the names that the program's imports bind to parts of torch, with their dotted paths."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,12 +109,12 @@ def _bound(tree: ast.Module) -> dict[str, str]:
 
 
 def _exists(path: str) -> bool:
-    """Return whether there is a module, or something in a module, of a dotted path of ours."""
+    """Return whether a dotted path of ours names a module, or an attribute of one."""
     try:
         importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not _within(path, (error.name,)):
-            return True  # it is there, and misses something itself: its import is to say so
+            return True  # it exists, but lacks a dependency: importing it reports that
     else:
         return True
     module, _, name = path.rpartition(".")
@@ -130,14 +130,14 @@ def _refusal(message: str) -> ast.stmt:
 
 
 class _Renaming(ast.NodeTransformer):
-    """Changes a program.
+    """Renames in a program's syntax tree.
 
     Args:
-        bound: dotted paths of what its names stand for.
+        bound: the dotted paths that its names stand for.
         kept: dotted paths below which torch's own stays.
 
     Attributes:
-        needed: modules that the changed program reaches something in, and the names that it has for them.
+        needed: modules that the changed program uses, and its names for them.
     """
 
     def __init__(self, bound: dict[str, str], kept: tuple[str, ...]) -> None:
@@ -146,7 +146,7 @@ class _Renaming(ast.NodeTransformer):
         self.needed: dict[str, str] = {}
 
     def visit_Import(self, node: ast.Import) -> Any:
-        """``import torch.distributed.rpc [as rpc]``."""
+        """Rename in ``import torch.distributed.rpc [as rpc]``."""
         statements: list[ast.stmt] = []
         for alias in node.names:
             new = _new_path(alias.name, self._kept)
@@ -156,12 +156,12 @@ class _Renaming(ast.NodeTransformer):
                 statements.append(_refusal(f"No module named {alias.name!r}"))
             elif alias.asname:
                 statements.append(ast.Import([ast.alias(new, alias.asname)]))
-            else:  # binds `torch`; what is reached from there is renamed in its place
+            else:  # binds `torch`; accesses by it are renamed where they are
                 statements.append(ast.Import([ast.alias(alias.name.partition(".")[0])]))
         return [ast.copy_location(statement, node) for statement in statements]
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        """``from torch.distributed import all_reduce``, ``from torch import distributed, nn``."""
+        """Rename in ``from torch.distributed import all_reduce``, ``from torch import distributed, nn``."""
         if node.level or node.module is None:
             return node
         kept: list[ast.alias] = []
@@ -184,7 +184,7 @@ class _Renaming(ast.NodeTransformer):
         return [ast.copy_location(statement, node) for statement in statements]
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
-        """``torch.distributed``, of which attributes may be taken."""
+        """Rename ``torch.distributed``, or an attribute of it."""
         path = self._path(node)
         if path is not None and _within(path, self._kept):
             return self._torchs(node, path)
@@ -198,7 +198,7 @@ class _Renaming(ast.NodeTransformer):
         return ast.copy_location(found, node)
 
     def _torchs(self, node: ast.Attribute, path: str) -> ast.expr:
-        """Return what reaches torch's own, though the name at the beginning may stand for ours now."""
+        """Return an expression for torch's own, though the first name may stand for ours now."""
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
             root = root.value

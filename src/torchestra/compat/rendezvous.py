@@ -22,17 +22,17 @@ Met = tuple[OwnStore, int, int]
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
-    """Return the generator that has the ranks meet, which yields ``(store, rank, world_size)``.
+    """Return a generator that meets the other ranks and yields ``(store, rank, world_size)``.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or of a registered scheme.
-        rank: this rank; -1: it stands in the URL or the environment.
+        rank: this rank; -1: taken from the URL or the environment.
         world_size: how many ranks there are; -1: likewise.
         **kwargs: for the handler; ``timeout`` is a timedelta.
 
     Raises:
         RuntimeError: an argument is of the wrong type, or the scheme has no handler.
-        AssertionError: rank or world size stand in the URL and are given as well.
+        AssertionError: rank or world size are given both in the URL and as arguments.
     """
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
@@ -56,7 +56,7 @@ def _error(scheme: str, what: str) -> InvalidArgumentError:
 
 
 def _place(scheme: str, query: dict[str, str]) -> tuple[int, int]:
-    """Return rank and world size of a URL's query."""
+    """Return the rank and world size in a URL's query."""
     for name, words in (("rank", "rank"), ("world_size", "world size")):
         if name not in query:
             raise _error(scheme, f"{words} parameter missing")
@@ -121,7 +121,7 @@ def _c10d_store(
 
 
 def _create_store_from_options(backend_options: Any, rank: int) -> Store:
-    """Return the store by options that have ``init_method`` and ``world_size``."""
+    """Return the store for options that have ``init_method`` and ``world_size``."""
     store: Store = next(iter(rendezvous(backend_options.init_method, rank, backend_options.world_size)))[0]
     return store
 

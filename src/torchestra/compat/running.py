@@ -1,8 +1,8 @@
 """Running a program renamed: as ``__main__``, and again in the processes that it starts.
 
 A process that ``multiprocessing`` or :func:`torchestra.launch` starts anew imports the program's main module
-by the name in that module's ``__spec__``. So this names a module of ours, :mod:`torchestra.compat.again`,
-which does there what is done here. Which program it is stands in the environment.
+by the name in that module's ``__spec__``. So that spec names our :mod:`torchestra.compat.again`, which runs
+the program renamed in the new process. The environment tells which program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VARIABLE = "TORCHESTRA_COMPAT_PROGRAM"
 
 
 class _MainSpec(ModuleSpec):
-    """Names the module to import in another process, but has the program's own package."""
+    """Names the module to import in another process, but keeps the program's own package."""
 
     def __init__(self, package: str) -> None:
         super().__init__("torchestra.compat.again", None)
@@ -35,11 +35,11 @@ class _MainSpec(ModuleSpec):
 
 
 def run(name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:
-    """Run a file, or a module by its name, as ``__main__``; returns when its last line has run.
+    """Run a file, or a module by its name, as ``__main__``; return at its end.
 
     Raises:
         SystemExit: there is no such module.
-        BaseException: whatever the program raises; an ImportError says so where it imports something that
+        BaseException: any exception that the program raises; an ImportError if it imports something that
             torchestra does not serve.
     """
     install()

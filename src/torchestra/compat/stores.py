@@ -1,7 +1,7 @@
-"""torchestra's stores as torch's behave: what they count and list, take and refuse.
+"""torchestra's stores, adapted to behave as torch's: what they count, list, accept and refuse.
 
-Each is torchestra's own store below. ``isinstance`` holds for torchestra's stores as well, which groups were
-made over.
+Each derives from torchestra's own store. ``isinstance`` also holds for the plain stores of torchestra that
+groups were made over.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _EveryStore(type):
 
 
 class Store(own.Store, metaclass=_EveryStore):
-    """As ``torch.distributed.Store``: what Python classes derive from, and what every store is.
+    """As ``torch.distributed.Store``: the base of all stores, and of classes in Python.
 
     A class must define ``set``, ``get``, ``add``, ``compare_set`` and ``check`` (in torch ``wait`` and
-    ``clone`` too, which have a default here). ``append`` is then made of ``compare_set``, ``multi_get`` of
+    ``clone`` too, which have a default here). ``append`` then uses ``compare_set``, and ``multi_get`` uses
     ``get``.
     """
 
@@ -55,7 +55,7 @@ class Store(own.Store, metaclass=_EveryStore):
         return super().add(_text(key), number)
 
     def append(self, key: str | bytes, value: Value) -> None:
-        """Add at the end of what a key holds; where the class has no way of its own, by ``compare_set``."""
+        """Append to a key's value; by ``compare_set`` if the class does not define it."""
         if self._extended:
             super().append(_text(key), value)
             return
@@ -186,7 +186,7 @@ class TCPStore(Store, own.TCPStore):
 
     @property
     def libuvBackend(self) -> bool:
-        """Return whether torch's default server was asked for, which has queues."""
+        """Return whether the caller asked for torch's default server, which has queues."""
         return self._libuv
 
     def num_keys(self) -> int:
@@ -248,7 +248,7 @@ _OWN: dict[type, type] = {
 
 
 def _text(key: Any) -> Any:
-    """Return a key as text; what is neither text nor bytes is refused by the store."""
+    """Return a key as text; the store refuses keys that are neither text nor bytes."""
     return key.decode() if isinstance(key, bytes) else key
 
 

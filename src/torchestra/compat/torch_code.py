@@ -1,8 +1,8 @@
 """The modules of torch.distributed whose own code serves renamed programs, on groups of torchestra.
 
-FSDP, DTensor, checkpoints and pipelining are torch's. They ask torch.distributed for its default group; so,
-where a program imports one of them, torchestra's default group becomes that too (``interop.adopt``). The
-meshes that they are given are torch's.
+FSDP, DTensor, checkpoints and pipelining are torch's. They use torch.distributed's default group; so, where a
+program imports one of them, torchestra's default group becomes that too (``interop.adopt``). They use torch's
+meshes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _needed = False
 
 
 def need_world() -> None:
-    """Have torch.distributed's default group be torchestra's: now, if there is one, and whenever one is made.
+    """Make torchestra's default group torch.distributed's too: the present one, and any made later.
 
-    Called by a program's imports of such modules.
+    A program's imports of such modules call this.
     """
     global _needed
     _needed = True
@@ -29,6 +29,6 @@ def need_world() -> None:
 
 
 def world_was_made() -> None:
-    """Adopt the default group that a program has made, if its modules need that."""
+    """Adopt the default group that the program has made, if its modules need that."""
     if _needed:
         adopt()

@@ -1,4 +1,4 @@
-"""torchestra for other libraries; the only package, bridges apart, that imports torch.distributed.
+"""torchestra for other libraries; apart from bridges, the only package that imports torch.distributed.
 
 Its functions are loaded when they are first used: torch imports this package to register the backend.
 """
@@ -16,7 +16,7 @@ __all__ = ["adopt", "inner_group", "use"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Load what is of torch.distributed."""
+        """Load the functions that need torch.distributed, on first access."""
         if name in __all__:
             return getattr(importlib.import_module(f"{__name__}.torch_distributed"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from torchestra.system.switch import SWITCH_VARIABLE
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the command."""
     arguments = sys.argv[1:]
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _hand_on_ranks() -> None:
-    """Tell torch.distributed, which knows torchrun's variables only, what another launcher has set."""
+    """Set torchrun's variables, the only ones torch.distributed knows, from another launcher's."""
     found = launch_environment()
     told = {
         "RANK": found.rank,

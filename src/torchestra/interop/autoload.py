@@ -1,9 +1,9 @@
-"""Run by ``import torch``, which finds it by the entry point in the group ``torch.backends``.
+"""The hook that ``import torch`` runs, found by the entry point in the group ``torch.backends``.
 
-It makes the backend's name known to torch.distributed, has torchestra serve "gloo" where the environment says
-so (switch.py), and imports nothing that is not loaded already: the engine is loaded when a group is made. If
-the name cannot be made known, torch is imported all the same; a switch that cannot be turned as it was asked
-for is an error.
+It registers the backend's name with torch.distributed, makes torchestra serve "gloo" if the environment says
+so (switch.py), and imports no modules that are not loaded already: the engine is loaded when a group is made.
+If the name cannot be registered, torch is imported all the same; a switch that cannot be turned on as
+requested is an error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torchestra.system.switch import switched_backend
 
 
 def autoload() -> None:
-    """Register the backend if this torch has torch.distributed, and turn the switch on if it is asked for.
+    """Register the backend if this torch has torch.distributed, and turn the switch on if requested.
 
     Raises:
-        InvalidArgumentError: the environment asks for something that torchestra does not serve.
+        InvalidArgumentError: the environment requests something that torchestra does not serve.
     """
     asked = switched_backend()
     if "torch.distributed.distributed_c10d" not in sys.modules:
@@ -41,7 +41,7 @@ def autoload() -> None:
 
 
 def turn_on_switch() -> None:
-    """Import torch, and have torchestra serve "gloo" whether or not torch has called :func:`autoload`."""
+    """Import torch, and make torchestra serve "gloo" whether or not torch has called :func:`autoload`."""
     import torch.distributed
 
     if not torch.distributed.is_available():
@@ -51,7 +51,7 @@ def turn_on_switch() -> None:
 
 
 def register() -> None:
-    """Make the backend known, without loading the engine."""
+    """Register the backend, without loading the engine."""
     register_backend(_create)
 
 

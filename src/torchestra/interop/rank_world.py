@@ -15,13 +15,13 @@ from torchestra.world.init import default_group, destroy_process_group, init_pro
 
 
 def load_world(world: str) -> None:
-    """Import what ranks of a world will want, so that processes forked from this one have it."""
+    """Import the modules that ranks of a world need, so that processes forked from this one have them."""
     for name in torchestra.__all__:
         getattr(torchestra, name)
     if world == TORCH:
         importlib.import_module("torchestra.interop.torch_distributed.worlds")
         importlib.import_module("torchestra.interop.torch_distributed.group")
-        # Which DistributedDataParallel, FSDP and functional collectives import when they are first used.
+        # DistributedDataParallel, FSDP and functional collectives import this on first use.
         importlib.import_module("torch._dynamo")
 
 
@@ -51,7 +51,7 @@ def join_as_process(world: str, rank: int, size: int, timeout_s: float, director
 
 @contextlib.contextmanager
 def thread_worlds(world: str) -> Iterator[Any]:
-    """Prepare this process for ranks that are threads; yield what :func:`join_as_thread` wants."""
+    """Prepare this process for ranks that are threads; yield the ``store`` for :func:`join_as_thread`."""
     if world == TORCH:
         from torchestra.interop.torch_distributed import worlds
 
@@ -72,7 +72,7 @@ def join_as_thread(world: str, rank: int, size: int, timeout_s: float, store: An
 
 
 def leave(world: str) -> None:
-    """Destroy what groups the rank still has."""
+    """Destroy the groups that the rank still has."""
     if world == TORCH:
         from torchestra.interop.torch_distributed import worlds
 
@@ -82,7 +82,7 @@ def leave(world: str) -> None:
 
 
 def sequence_number(world: str) -> int | None:
-    """Return how many operations the default group has seen on this rank; None without a group."""
+    """Return how many operations of the default group this rank has called; None without a group."""
     if world == TORCH:
         from torchestra.interop.torch_distributed import worlds
 

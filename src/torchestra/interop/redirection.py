@@ -1,8 +1,8 @@
-"""Giving functions of torch another body, so that all who hold them already run it.
+"""Giving functions of torch another body, so that modules which imported them before run it too.
 
-A module that has said ``from torch.distributed import new_group`` holds the function itself: a new value of
-the name would not reach it. So what is replaced is the function's code. The function stays the same object
-with the same signature, and the one that it was is handed to the replacement.
+A module that has executed ``from torch.distributed import new_group`` holds the function itself: a new value
+of the name would not reach it. So the function's code is replaced. The function stays the same object with
+the same signature, and the replacement receives the original function.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _redirected: set[str] = set()
 
 
 def _body(*args: Any, **kwargs: Any) -> Any:
-    # Runs with the globals of the function that it is put into, so what it calls is a constant of its own.
+    # Runs with the globals of the function it is put into, so the function it calls is a constant of its own.
     called: Any = "what is called in its place"
     return called(*args, **kwargs)
 
 
 def redirect(function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have a function of a module, or the one within its decorators, do something else.
+    """Replace the body of a module's function, or of the one within its decorators.
 
     Args:
-        function: what is called; doing it again changes nothing.
-        make: is given the function as it was, and returns what is called in its place.
+        function: the function to redirect; doing so again changes nothing.
+        make: gets the original function, and returns the one to call in its place.
     """
     changed: Any = inspect.unwrap(function)
     name = f"{changed.__module__}.{changed.__qualname__}"

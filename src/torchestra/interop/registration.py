@@ -1,4 +1,4 @@
-"""The backend's name, and how torch.distributed comes to know it. Loads nothing of the engine."""
+"""The backend's name, and its registration with torch.distributed. Does not load the engine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ BACKEND = "torchestra"
 
 
 def register_backend(creator: Callable[[Any, Any], Any]) -> None:
-    """Make ``"torchestra"`` known to torch.distributed as a backend; doing it again changes nothing.
+    """Register ``"torchestra"`` as a backend of torch.distributed; doing so again changes nothing.
 
-    It serves tensors of the CPU, and those of CUDA where torch has that (through pinned memory). What other
-    backends are the default for stays with them.
+    It serves CPU tensors, and CUDA tensors where torch has CUDA (through pinned memory). The default backends
+    of all devices stay unchanged.
     """
     import torch
     from torch.distributed.distributed_c10d import Backend
 
     if hasattr(Backend, BACKEND.upper()):
-        return  # Older versions of torch (2.6 is one) refuse a name that they know.
+        return  # Older versions of torch (2.6 is one) refuse a name that is already registered.
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
     Backend.register_backend(BACKEND, creator, extended_api=True, devices=devices)

@@ -1,9 +1,9 @@
 """The switch: groups of torch.distributed whose backend is "gloo" are made on torchestra's engine.
 
 With ``TORCHESTRA_FOR=gloo`` in the environment a program that names no backend, ``"gloo"`` or
-``"cpu:gloo,cuda:nccl"`` is served by torchestra, unchanged. All of torch's functions that make groups do so
-by one function, ``_new_process_group_helper``. That gets another body, which asks torch for a group of the
-backend "torchestra" and gives it the name that the program knows. Loads nothing of the engine.
+``"cpu:gloo,cuda:nccl"`` is served by torchestra, unchanged. All of torch's functions that make groups call
+``_new_process_group_helper``. The switch gives that another body, which asks torch for a group of the backend
+"torchestra" and gives it the name that the program knows. This module does not load the engine.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def is_on() -> bool:
 
 
 def turn_on(*, telling: bool = True) -> None:
-    """Have torchestra serve "gloo" in this process from now on; groups that exist stay as they are.
+    """Make torchestra serve "gloo" in this process from now on; existing groups stay as they are.
 
     Args:
-        telling: say so when a default group is made.
+        telling: log a line when a default group is made.
     """
     global _on, _telling
     from torch.distributed import distributed_c10d as c10d
@@ -44,7 +44,7 @@ def turn_on(*, telling: bool = True) -> None:
 
 
 def turn_off() -> None:
-    """Undo :func:`turn_on`; groups that exist stay as they are."""
+    """Undo :func:`turn_on`; existing groups stay as they are."""
     global _on
     _on = False
 
@@ -75,10 +75,10 @@ def _on_torchestra(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def served_by_us(backend: str) -> str | None:
-    """Return the backend to ask torch for in place of a program's; None where that stays as it is.
+    """Return the backend to request from torch in place of a program's; None if that stays as it is.
 
-    What torchestra serves comes first, since torch takes the first group that is written in Python for the
-    whole.
+    The devices that torchestra serves come first, since torch takes the first group written in Python for the
+    whole group.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -98,7 +98,7 @@ def served_by_us(backend: str) -> str | None:
 
 
 def _tell(group: Any, served: str) -> None:
-    """Say once, on rank 0 of the default group, what serves the program."""
+    """Tell once, on rank 0 of the default group, what serves the program."""
     if group.rank() == 0:
         from torchestra import __version__
 

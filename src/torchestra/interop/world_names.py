@@ -1,4 +1,4 @@
-"""Whose default group ranks are in that somebody else has started. Imports nothing."""
+"""The names of libraries whose default group a test's or a notebook's ranks join. Imports nothing."""
 
 TORCHESTRA = "torchestra"
 TORCH = "torch"

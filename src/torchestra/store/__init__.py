@@ -9,7 +9,7 @@ from torchestra.store.hash import HashStore
 from torchestra.store.prefix import PrefixStore
 from torchestra.store.tcp import TCPStore, TCPStoreServer
 
-# Before those who use stores register what they do at exit: its own comes after all that.
+# Imported before users of stores register their exit handlers, so that its own runs after theirs.
 import torchestra.store.torch_agent  # noqa: F401  # isort: skip
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Proofs for values in a store that authenticates nobody: their writer knows the secret.
+"""Proofs that the writer of a value knows the secret, for stores that authenticate nobody.
 
 A value is written in one piece, or appended in several. Each piece bears an HMAC-SHA256 of the key and its
-content, so it is believed under that key only. Numbers that are counted up in the store have none. Whoever
-reaches the store can still take away, repeat or put in another order what others have written.
+content, so it is believed under that key only. Numbers that the store itself adds up have none. Anybody
+who can reach the store can still remove, repeat or reorder the pieces that others have written.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PURPOSE = "store value"
 
 
 class UnauthenticatedValueError(DistStoreError):
-    """A value in a store was put there by somebody who does not know the job's secret."""
+    """A value in a store was written by somebody who does not know the job's secret."""
 
 
 def prove(secret: bytes, key: str, content: bytes) -> bytes:
-    """Return a piece of the value of a key, with its proof."""
+    """Return one piece of a key's value, with its proof."""
     return _MAGIC + _HEAD.pack(len(content), proof(secret, _PURPOSE, key.encode(), content)) + content
 
 
@@ -34,7 +34,7 @@ def is_authenticated(value: bytes) -> bool:
 def open_pieces(secret: bytes, key: str, value: bytes) -> bytes | None:
     """Return the value of a key without the proofs; None if a piece has none, or a wrong one.
 
-    A value of no pieces is nobody's: an empty one is written as a piece, too.
+    A value without any piece counts as unproven: an empty value is written as a piece, too.
     """
     pieces, start, head = [], 0, len(_MAGIC) + _HEAD.size
     while start < len(value):

@@ -19,13 +19,13 @@ from torchestra.types import Timeout, timeout_seconds
 __all__ = ["DEFAULT_STORE_TIMEOUT", "Store", "Value"]
 
 DEFAULT_STORE_TIMEOUT = timedelta(seconds=300)
-"""How long a store waits for a key when nothing else is said."""
+"""How long a store waits for a key by default."""
 
 Value = Union[str, bytes, bytearray, memoryview]
-"""What may be stored: bytes, or a string, which is stored as UTF-8. What comes back is always bytes."""
+"""A value to store: bytes, or a string, which is stored as UTF-8. Stores always return bytes."""
 
 INTERNAL_PREFIX = "\0"
-"""First character of the keys a store keeps for itself; they are neither listed nor counted."""
+"""First character of a store's internal keys, which are neither listed nor counted."""
 
 _LARGEST_AMOUNT = (1 << 63) - 1
 _INTERPRETER_SLICE = 0.05
@@ -37,8 +37,8 @@ class Store:
     """A map from string keys to bytes, shared by all ranks, in which a reader may wait for a writer.
 
     This is torch.distributed's ``Store``. To write a store of your own, subclass it and implement
-    :meth:`set`, :meth:`get`, :meth:`add`, :meth:`compare_set` and :meth:`check`; :meth:`wait` (by asking
-    again and again), :meth:`multi_get`, :meth:`multi_set` and :meth:`barrier` are then provided, to be
+    :meth:`set`, :meth:`get`, :meth:`add`, :meth:`compare_set` and :meth:`check`; :meth:`wait` (by
+    polling), :meth:`multi_get`, :meth:`multi_set` and :meth:`barrier` are then provided, to be
     overridden where the store can do better. :meth:`append`, :meth:`delete_key`, :meth:`list_keys` (and
     :meth:`num_keys`, which counts it) and the queues raise NotImplementedError until overridden.
 
@@ -56,7 +56,7 @@ class Store:
     def secret(self) -> bytes | None:
         """Return the secret that ranks prove to each other before they share memory.
 
-        It may be set; else it is the environment's, TORCHESTRA_SECRET, or None if there is none.
+        It can be set; the default is the environment variable TORCHESTRA_SECRET, or None.
         """
         return self._secret or job_secret(None)
 
@@ -69,10 +69,10 @@ class Store:
         raise _unsupported(self, "set")
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``, which is waited for.
+        """Wait for ``key`` and return its value.
 
         Raises:
-            StoreTimeoutError: it did not come within :attr:`timeout`.
+            StoreTimeoutError: the key was not set within :attr:`timeout`.
         """
         raise _unsupported(self, "get")
 
@@ -87,11 +87,11 @@ class Store:
         raise _unsupported(self, "compare_set")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every one of ``keys`` is there now (as a value, or as a queue that is not empty)."""
+        """Return whether all ``keys`` exist now (as a value, or as a queue that is not empty)."""
         raise _unsupported(self, "check")
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key`` (value and queue). Returns whether there was one."""
+        """Remove ``key`` (value and queue); return whether it existed."""
         raise _unsupported(self, "delete_key")
 
     def list_keys(self) -> list[str]:
@@ -101,8 +101,8 @@ class Store:
     def num_keys(self) -> int:
         """Return how many keys :meth:`list_keys` lists.
 
-        Keys that a store keeps for its own purposes do not count: after ``set`` of two keys it is 2 for
-        every kind of store (torch's TCPStore and FileStore may say 3).
+        A store's internal keys do not count: after ``set`` of two keys the number is 2 for every kind of
+        store (torch's TCPStore and FileStore may return 3).
         """
         return len(self.list_keys())
 
@@ -115,19 +115,19 @@ class Store:
             The new number.
 
         Raises:
-            InvalidArgumentError: what the key holds is not a number.
+            InvalidArgumentError: the key does not hold a number.
         """
         raise _unsupported(self, "add")
 
     def append(self, key: str, value: Value) -> None:
-        """Add ``value`` at the end of what ``key`` holds (nothing, if it does not exist), as one step."""
+        """Append ``value`` to the value of ``key`` (empty if it does not exist), as one step."""
         raise _unsupported(self, "append")
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Return as soon as all ``keys`` are there.
+        """Wait until all ``keys`` exist.
 
         Args:
-            keys: the keys; none is a wait that is over at once.
+            keys: the keys; with none, the wait is over at once.
             timeout: how long to wait, a timedelta or seconds; :attr:`timeout` if None.
 
         Raises:
@@ -153,7 +153,7 @@ class Store:
         return [self.get(key) for key in keys]
 
     def await_values(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """:meth:`wait` and :meth:`multi_get` in one: the values of ``keys`` as soon as all are there.
+        """Wait for ``keys`` and return their values: :meth:`wait` and :meth:`multi_get` in one.
 
         Args:
             keys: the keys.
@@ -162,7 +162,7 @@ class Store:
         Raises:
             StoreTimeoutError: some did not come in time; it names them.
         """
-        # Subclasses of others may know wait with one argument only.
+        # wait may take only one argument in a user's subclass.
         if timeout is None:
             self.wait(keys)
         else:
@@ -173,7 +173,7 @@ class Store:
         """Set each key to the value at the same place in ``values``.
 
         Raises:
-            InvalidArgumentError: there are more of the one than of the other; nothing is set.
+            InvalidArgumentError: the numbers of keys and values differ; nothing is set.
         """
         for key, value in check_pairs(keys, values):
             self.set(key, value)
@@ -183,7 +183,7 @@ class Store:
         raise _unsupported(self, "queue_push")
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the oldest value from the queue ``key``; of several that wait, the first is served first.
+        """Take the oldest value from the queue ``key``; callers that wait are served in order of arrival.
 
         Args:
             key: the queue.
@@ -200,17 +200,17 @@ class Store:
         raise _unsupported(self, "queue_len")
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Return when ``world_size`` callers have come with this ``key``.
+        """Wait until ``world_size`` callers have called this with the same ``key``.
 
         The key may be used for another round afterwards, unless one ended in a time-out.
 
         Args:
             key: the name of the barrier.
-            world_size: how many must come.
+            world_size: how many callers must arrive.
             timeout: how long to wait, a timedelta or seconds; :attr:`timeout` if None.
 
         Raises:
-            StoreTimeoutError: not all came in time; it says how many did.
+            StoreTimeoutError: not all arrived in time; it says how many did.
         """
         check_key(key)
         world_size = check_integer("world_size", world_size)
@@ -231,7 +231,7 @@ class Store:
             ) from None
 
     def clone(self) -> Store:
-        """Return another store object on the same data, with a time-out of its own (at first this one's)."""
+        """Return another store object for the same data, with its own time-out (initially this one's)."""
         return copy.copy(self)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -240,19 +240,17 @@ class Store:
 
     @property
     def timeout(self) -> timedelta:
-        """Return how long a wait may take when it is not told otherwise; 300 seconds at first."""
+        """Return how long a wait may take by default; initially 300 seconds."""
         return self._timeout
 
     def has_extended_api(self) -> bool:
-        """Return whether ``append``, ``multi_get`` and ``multi_set`` are there, as in all stores of
-        torchestra.
-        """
+        """Return whether ``append``, ``multi_get`` and ``multi_set`` work, as in all stores of torchestra."""
         return type(self).append is not Store.append
 
     def close(self) -> None:
-        """Give back what the store holds (connections, a server, its share in a file) now.
+        """Release the store's resources (connections, a server, its share in a file) now.
 
-        Garbage collection and the end of the process do it otherwise. Closing twice is no error.
+        Otherwise garbage collection or the end of the process does so. Closing twice is no error.
         """
 
     def __repr__(self) -> str:
@@ -332,7 +330,7 @@ def parse_number(key: str, value: bytes) -> int:
 
 
 def missing_keys_error(store: Store, missing: Sequence[str], timeout_s: float) -> StoreTimeoutError:
-    """Return the error for keys that did not come to ``store`` within ``timeout_s``."""
+    """Return the error for keys that were not set in ``store`` within ``timeout_s``."""
     named = ", ".join(repr(key) for key in missing[:8])
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"
@@ -345,14 +343,14 @@ def missing_keys_error(store: Store, missing: Sequence[str], timeout_s: float) -
 def interpreter_slice(remaining: float) -> float:
     """Return how long a call into C may block: short on the main thread, because signals are handled there.
 
-    On the others there is nothing to do in between, and thousands may wait.
+    Other threads have no signals to handle, and thousands of them may wait.
     """
     longest = _INTERPRETER_SLICE if threading.current_thread() is threading.main_thread() else _THREAD_SLICE
     return max(0.0, min(remaining, longest))
 
 
 def pauses(timeout_s: float) -> Iterator[None]:
-    """Yield at once, then after pauses that grow from 1 ms to 50 ms, a last time after ``timeout_s``."""
+    """Yield at once, then after pauses that grow from 1 ms to 50 ms, and a last time after ``timeout_s``."""
     return Deadline(timeout_s).polls(0.001, _INTERPRETER_SLICE)
 
 

@@ -1,4 +1,4 @@
-"""A store for a rank that is alone: nothing is ever waited for."""
+"""A store for a single rank: it never waits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchestra.types import Timeout
 class FakeStore(HashStore):
     """The store of a fake world (``init_process_group("fake", store=FakeStore(), …)``).
 
-    It keeps what is set. A key that was not set, because the rank that would do so does not exist, is there
-    all the same, with an empty value, so that programs which meet through their store go on.
+    It keeps the values that are set. Every other key, which a rank that does not exist would have set, counts
+    as present and empty, so that programs which synchronize through their store go on.
     """
 
     def check(self, keys: Sequence[str]) -> bool:

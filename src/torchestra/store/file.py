@@ -29,24 +29,24 @@ class FileStore(Store):
     """A store in a file that every rank can read and write.
 
     Each change is a record at the end of the file, written under a lock (``flock``); each user replays
-    what is new. A process killed while it writes harms nobody: its incomplete record is cut off by the
-    next writer. Waiting means looking at the file every 1 to 50 ms, so waiting ``queue_pop`` callers are
-    served in no particular order.
+    what is new. If a process is killed while it writes, the next writer cuts off its incomplete
+    record. Waiting polls the file every 1 to 50 ms, so waiting ``queue_pop`` callers are served in no
+    particular order.
 
-    With a ``world_size``, the file is deleted when so many users have come and the last has gone
-    (:meth:`close`, garbage collection, or the end of its process, by whatever means); and a file in which
-    every remaining user is a process of this host that was killed belongs to a job that is over, so it is
-    begun anew. Without one, the file and its keys stay.
+    With a ``world_size``, the file is deleted when that many users have joined and the last has left
+    (:meth:`close`, garbage collection, or any end of its process); and a file whose remaining users are all
+    killed processes of this host is left over from an earlier job, so it is started anew. Without a
+    ``world_size``, the file and its keys stay.
 
     Args:
-        file_name: the file; created, readable by this user only, if it does not exist. One that belongs to
-            another user, or that others may write to, is refused, and so is a symbolic link. Its directory
+        file_name: the file; created, readable by this user only, if it does not exist. A file that belongs
+            to another user, or that others may write to, is refused, and so is a symbolic link. Its directory
             must exist, on a file system with working locks.
-        world_size: how many users there will be; negative or None if that is open.
+        world_size: how many users there will be; negative or None if unknown.
 
     Raises:
         InvalidArgumentError: the path cannot be opened for reading and writing, or is not safe to use.
-        DistStoreError: the file holds something else than a FileStore, or cannot be locked.
+        DistStoreError: the file does not hold a FileStore, or cannot be locked.
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int | None = -1) -> None:
@@ -171,7 +171,7 @@ class FileStore(Store):
     def clone(self) -> Store:
         twin = super().clone()
         assert isinstance(twin, FileStore)
-        # The user that is counted in the file is the original, so it must live as long as its clones.
+        # The file counts the original as its user, so the original must live as long as its clones.
         twin._original = self._original or self
         return twin
 

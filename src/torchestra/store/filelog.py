@@ -6,11 +6,11 @@
     record  = head crc32(head) key value
     head    = kind:u8  key length:u32  value length:u32  crc32(key value):u32      (big-endian)
 
-The number is drawn at random for each file, to tell it from a later one of the same name.
+The number is random for each file, to tell the file from a later one of the same name.
 
 A writer killed halfway leaves an incomplete record at the end, which :func:`scan` stops at and the next
-writer cuts off. The head has a checksum of its own, so that a damaged length is seen as damage and not
-taken for a long record that is still incomplete, after which good records would be cut off.
+writer cuts off. The head has a checksum of its own, so that a damaged length is detected, rather
+than taken for a long incomplete record, whose removal would take good records with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEAD_SIZE = _HEAD.size + _CHECK.size
 
 
 class Kind(enum.IntEnum):
-    """The kind of a record: a change of the table, or a user that comes or goes."""
+    """The kind of a record: a change of the table, or a user that joins or leaves."""
 
     SET = 1
     APPEND = 2
@@ -53,10 +53,10 @@ def encode(kind: Kind, key: str, value: bytes = b"") -> bytes:
 
 
 def scan(data: bytes) -> Iterator[tuple[Kind, str, bytes, int]]:
-    """Yield the complete records at the start of ``data``: kind, key, value, and where each ends.
+    """Yield the complete records at the start of ``data``: kind, key, value and end offset.
 
     Raises:
-        DamagedLogError: a record is there but wrong; its argument is the position.
+        DamagedLogError: a record is damaged; the argument is its position.
     """
     start = 0
     while len(data) - start >= _HEAD_SIZE:

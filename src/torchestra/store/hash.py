@@ -25,7 +25,7 @@ from torchestra.types import Timeout
 
 @checked_methods
 class HashStore(Store):
-    """A store for the threads of one process. :meth:`clone` gives another view of the same contents."""
+    """A store for the threads of one process. :meth:`clone` returns another view of the same contents."""
 
     def __init__(self) -> None:
         self._table = Table()
@@ -93,7 +93,7 @@ class HashStore(Store):
         values: list[bytes] = []
 
         def collect() -> None:
-            # Runs under the lock, so no value can be deleted between its coming and its being read.
+            # Runs under the lock, so no value can be deleted between its arrival and this read.
             values.extend(value for value in map(self._table.get, keys) if value is not None)
             came.set()
 

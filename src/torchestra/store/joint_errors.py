@@ -1,9 +1,9 @@
-"""Errors that all ranks raise, each when it has read in the store that the others do.
+"""Errors that all ranks raise, each after it has read the reason in the store.
 
-A rank that raises may end its process next. With the process that serves a TCPStore, rank 0's as a rule, the
-store ends, in which others may not have read the reason yet. So whoever is about to raise such an error is
-counted, and the one that serves the store waits until all are, except for ranks that are known to have died;
-but not for long, since others may have, or raise nothing.
+A rank that raises may end its process next. When the process that serves a TCPStore ends, usually rank 0's,
+the store ends too, and other ranks may not have read the reason yet. So each rank that is about to raise such
+an error counts itself in the store, and the rank that serves the store waits until all ranks have done so,
+except those known to be dead; but only briefly, since others may have died too, or may not raise at all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _COUNT_SECONDS, _WAIT_SECONDS = 1.0, 5.0
 
 @contextlib.contextmanager
 def raising_together(store: Store, key: str, size: int, kind: type[DistError] = DistError) -> Iterator[None]:
-    """Have all ranks know why the block fails before the store ends with the process of one of them.
+    """Let all ranks learn why the block fails before the process that serves the store may end.
 
-    Errors of a kind, except those of somebody's time, leave the block where this process serves the store
-    when all ranks have one, or after 5 seconds; elsewhere at once.
+    In the process that serves the store, an error of ``kind`` leaves the block when all ranks have one, or
+    after 5 seconds; in other processes, and if it is a TimeoutError, at once.
 
     Args:
-        store: what the ranks share.
-        key: names the block, the same on all of them and never used before.
-        kind: of errors, such as all ranks raise if one does.
+        store: the store that the ranks share.
+        key: names the block; the same on all ranks, and never used before.
+        kind: the class of errors that all ranks raise if one does.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def raising_together(store: Store, key: str, size: int, kind: type[DistError] = 
 
 
 def _await_others(store: Store, key: str, size: int) -> None:
-    """Count this rank under a key; where the store is served from here, wait until ``size`` have done so."""
+    """Count this rank under a key; if this process serves the store, wait until ``size`` have done so."""
     if isinstance(store, PrefixStore):
         key = store.full_key(key)
     while isinstance(store, PrefixStore):

@@ -10,7 +10,7 @@ from torchestra.store.base import Store
 def missing_indices(store: Store, keys: Sequence[str]) -> list[int]:
     """Return the indices of the keys that the store does not have, in ascending order.
 
-    A store only says whether all of some keys are there, so they are halved where they are not: m absent ones
+    A store only tells whether all of some keys exist, so the keys are searched by bisection: m missing keys
     of n cost O(m log n) requests.
     """
     missing: list[int] = []

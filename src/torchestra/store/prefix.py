@@ -1,4 +1,4 @@
-"""A part of another store, set apart by a prefix."""
+"""A part of another store, separated by a prefix."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchestra.types import Timeout
 class PrefixStore(Store):
     """Puts ``prefix/`` before every key and passes all else on to another store.
 
-    Several may share one store without seeing each other's keys, and they nest. :meth:`list_keys` and
-    :meth:`num_keys` tell of the keys below the prefix only (torch counts all of the underlying store's).
+    Several may share one store without seeing each other's keys, and they may be nested. :meth:`list_keys`
+    and :meth:`num_keys` cover the keys below the prefix only (torch counts all of the underlying store's).
     The time-out is the underlying store's; :meth:`set_timeout` sets it there.
 
     Args:
-        prefix: what to put before the keys; a string.
+        prefix: the string to put before the keys.
         store: the store that holds them.
 
     Raises:
@@ -54,7 +54,7 @@ class PrefixStore(Store):
         self._secret = job_secret(secret)
 
     def full_key(self, key: str) -> str:
-        """Return the key with all prefixes: what it is called in the innermost store."""
+        """Return the key with all prefixes: its name in the innermost store."""
         inner = self._store
         return inner.full_key(self._full(key)) if isinstance(inner, PrefixStore) else self._full(key)
 
@@ -74,7 +74,7 @@ class PrefixStore(Store):
         return self._store.compare_set(self._full(key), expected_value, desired_value)
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        # Subclasses of others may know wait with one argument only.
+        # wait may take only one argument in a user's subclass.
         if timeout is None:
             self._store.wait(self._all_full(keys))
         else:

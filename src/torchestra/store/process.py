@@ -1,4 +1,4 @@
-"""Naming a process so that others can tell later whether it is still there."""
+"""The identity of a process, by which others can tell later whether it still lives."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, told apart from a later one that was given the same number.
+    """A process, distinguished from a later one with the same process id.
 
     Attributes:
         hostname: the name of its host, for messages.
-        started: when it started, in clock ticks since the host did; 0 where the system does not tell.
-        space: what process numbers are unique in (one boot of one host, one container); empty if unknown.
+        started: when it started, in clock ticks since boot; 0 where the system does not tell.
+        space: where process ids are unique (one boot of one host, one container); empty if unknown.
     """
 
     hostname: str
@@ -33,7 +33,7 @@ class ProcessIdentity:
         """Return the identity that :meth:`encode` wrote.
 
         Raises:
-            ValueError: it did not write this.
+            ValueError: ``text`` is not such an identity.
         """
         hostname, pid, started, space = text.split(" ")
         return cls(hostname, int(pid), int(started), space)
@@ -75,7 +75,7 @@ def _process_space() -> str:
 
 
 def _forget() -> None:
-    """In a forked child, which is another process, and may be in a space of its own."""
+    """Forget the parent's identity in a forked child, which may also be in another process id space."""
     _own.cache_clear()
     _process_space.cache_clear()
 
@@ -90,13 +90,13 @@ def start_time(pid: int) -> int | None:
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the process that a process is a child of; None if it has ended."""
+    """Return the parent of a process; None if the process has ended."""
     fields = _status(pid)
     return int(fields[1]) if fields else None
 
 
 def _status(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; an empty list if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may hold anything; the fields of interest come after it.

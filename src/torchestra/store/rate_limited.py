@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause: the first is logged at once, many within a minute in one line."""
+"""Warnings that strangers can cause: the first is logged at once, further ones in one line a minute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _EVERY_SECONDS = 60.0
 
 
 class RateLimitedWarnings:
-    """Logs at most one warning a minute, and with it how many were left out before.
+    """Logs at most one warning a minute, with the number of those suppressed before.
 
-    Everything that somebody outside of the job can have logged goes through one of these, so that nobody can
-    fill the disk with it.
+    All warnings that somebody outside the job can cause go through one of these, so that nobody can fill the
+    disk with them.
 
     Args:
         log: where the warnings go.
@@ -26,7 +26,7 @@ class RateLimitedWarnings:
         self._lock = threading.Lock()
 
     def warn(self, message: str, *args: object) -> None:
-        """Log a warning, or count it; any thread may call.
+        """Log a warning, or only count it. Any thread may call this.
 
         Args:
             message, args: as for :meth:`logging.Logger.warning`; ``message`` is one line.

@@ -1,13 +1,13 @@
-"""The file under a FileStore: locking, replaying, appending, and who uses it.
+"""The file of a FileStore: locking, replaying, appending, and counting its users.
 
-Who may do what: a record is appended, and a torn end cut off, only under the exclusive lock; the file is
-read only under a lock, shared or exclusive. Whoever gets the exclusive lock therefore sees whole records
-and at most one torn one, left by a writer that died; the kernel drops a lock when its holder dies.
+A user appends records, and cuts off an incomplete one, only under the exclusive lock, and reads the file
+only under a lock, shared or exclusive. The holder of the exclusive lock therefore sees whole records and at
+most one incomplete one, left by a writer that died; the kernel drops a lock when its holder dies.
 
 The file is opened anew for every access. So a forked child shares no lock with its parent, network file
-systems show what others wrote, and a file that was deleted and made anew is noticed by its number. Every
-time it is also looked whose file that is: only this user may be able to write to it, since what is in it is
-believed.
+systems show what others wrote, and a file that was deleted and recreated is noticed by its number. Each
+time the file's owner and mode are checked too: nobody but this user may be able to write to it, since its
+contents are trusted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SharedFile:
         self._closed = False
 
     def join(self, owner: object) -> None:
-        """Count this user in, until :meth:`leave`, the collection of ``owner`` or the process's end."""
+        """Count this user in, until :meth:`leave`, the collection of ``owner`` or the end of the process."""
         with self._mutex:
             while True:
                 with self._opened(create=True) as descriptor, self._locked(descriptor, fcntl.LOCK_EX):
@@ -83,12 +83,12 @@ class SharedFile:
         weakref.finalize(owner, self.leave)
 
     def leave(self) -> None:
-        """Count this user out, and deletes the file if it was the last. Closed afterwards."""
+        """Count this user out, delete the file if it was the last one, and close this view."""
         with self._mutex:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
-            # What cannot be counted out now (a full disk, a deleted file) is found dead later.
+            # If this fails (a full disk, a deleted file), others find later that this user is dead.
             with contextlib.suppress(OSError, DistStoreError, InvalidArgumentError):
                 self._count_out()
 
@@ -106,7 +106,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Writer]:
-        """Yield the right to append; the table is up to date, and nobody else changes it meanwhile."""
+        """Yield a writer; the table is up to date, and nobody else changes it during the block."""
         with self._mutex:
             self._check_open()
             with self._opened() as descriptor, self._locked(descriptor, fcntl.LOCK_EX):
@@ -116,7 +116,7 @@ class SharedFile:
                 yield Writer(self, descriptor)
 
     def append(self, descriptor: int, changes: Sequence[Change]) -> None:
-        """Write records at the end and applies them. Only under the exclusive lock, after a replay."""
+        """Append records and apply them. Call this only under the exclusive lock, after a replay."""
         data = b"".join(encode(*change) for change in changes)
         self._write(descriptor, data, self._offset)
         self._offset += len(data)
@@ -185,7 +185,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def _locked(self, descriptor: int, kind: int, timeout_s: float | None = None) -> Iterator[None]:
-        # Not a blocking flock: signals must get through to the main thread, and time must end.
+        # Not a blocking flock: signals must reach the main thread, and the time-out must hold.
         timeout_s = _LOCK_SECONDS if timeout_s is None else timeout_s
         for _ in Deadline(timeout_s).polls(0.0002, 0.02):
             try:

@@ -1,14 +1,14 @@
-"""The contents of a store, and the waits for them.
+"""The contents of a store, and the pending waits for them.
 
-A :class:`Table` is the contents of a store: values, queues, and the waiting waits. It knows no threads,
-sockets or files; whoever owns it (HashStore under a lock, the TCP server in its one thread, FileStore
-while it holds the file) calls it from one place at a time.
+A :class:`Table` holds the values, the queues and the pending waits of a store. It knows no threads, sockets
+or files; its owner (HashStore under a lock, the TCP server in its one thread, FileStore while it holds the
+file) never calls it concurrently.
 
-A waiting wait is indexed by each key it still misses, so a ``set`` touches only the waits it concerns:
+A pending wait is indexed by each key it still misses, so a ``set`` touches only the waits it concerns:
 64 ranks that wait for different keys do not wake each other.
 
 Invariants: a :class:`PendingWait` is in the index under exactly its ``missing`` keys; ``ready`` is called
-once, when none is missing, from inside the operation that brought the last one, and never after
+once, when none is missing, from inside the operation that set the last one, and never after
 :meth:`Table.cancel`.
 """
 
@@ -21,7 +21,7 @@ from torchestra.store.base import INTERNAL_PREFIX, parse_number
 
 
 class PendingWait:
-    """A wait for several keys that are not all there yet."""
+    """A wait for several keys, not all of which exist yet."""
 
     __slots__ = ("keys", "missing", "ready")
 
@@ -32,7 +32,7 @@ class PendingWait:
 
 
 class PendingPop:
-    """A wait for the next value of a queue; ``take`` is called with it, and returns whether it took it."""
+    """A wait for the next value of a queue; ``take`` is called with it, and tells whether it accepted it."""
 
     __slots__ = ("key", "take")
 
@@ -62,7 +62,7 @@ class Table:
         return [key for key in keys if key not in self._values]
 
     def listed(self) -> list[str]:
-        """Return the keys with a value, without those that stores keep for themselves."""
+        """Return the keys with a value, without internal ones."""
         return [key for key in self._values if not key.startswith(INTERNAL_PREFIX)]
 
     def get(self, key: str) -> bytes | None:
@@ -86,7 +86,7 @@ class Table:
         self.set(key, self._values.get(key, b"") + tail)
 
     def compared(self, key: str, expected: bytes) -> bool:
-        """Return whether a compare_set that expects ``expected`` goes through."""
+        """Return whether a compare_set that expects ``expected`` succeeds."""
         return self._values.get(key, b"") == expected
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -101,7 +101,7 @@ class Table:
         return held_value or held_queue
 
     def push(self, key: str, value: bytes, *, front: bool = False) -> None:
-        """Give ``value`` to who has waited longest for it, or puts it in the queue.
+        """Give ``value`` to the pop that has waited longest, or put it in the queue.
 
         ``front`` puts it before the others, for a value that was taken but could not be delivered.
         """
@@ -136,11 +136,11 @@ class Table:
         return len(self._queues.get(key, ()))
 
     def add_wait(self, keys: Sequence[str], ready: Callable[[], object], *, values_only: bool) -> PendingWait:
-        """Have ``ready`` called when all ``keys`` are there; at least one must be missing now.
+        """Have ``ready`` called when all ``keys`` exist; at least one must be missing now.
 
         Args:
-            keys: what is waited for.
-            ready: called from inside the operation that brings the last key; must not raise.
+            keys: the keys to wait for.
+            ready: called from inside the operation that sets the last key; must not raise.
             values_only: a queue under the key does not count (for ``get``).
         """
         waiting = _PendingGet(keys, ready) if values_only else PendingWait(keys, ready)
@@ -150,15 +150,15 @@ class Table:
     def add_pop(self, key: str, take: Callable[[bytes], bool]) -> PendingPop:
         """Have ``take`` called with the next value pushed to the queue ``key``, which must be empty now.
 
-        It returns whether it took the value; if not, because the one who waited has gone, the value goes to
-        the next. Either way this wait is over.
+        ``take`` returns whether it accepted the value; if not, because the waiting client has gone, the next
+        wait gets the value. Either way this wait is over.
         """
         pop = PendingPop(key, take)
         self._pops.setdefault(key, deque()).append(pop)
         return pop
 
     def cancel(self, wait: PendingWait | PendingPop) -> None:
-        """Forget a waiting wait. One that is over already is left alone."""
+        """Forget a pending wait. One that is already over is left alone."""
         if isinstance(wait, PendingPop):
             pops = self._pops.get(wait.key)
             if pops and wait in pops:
@@ -188,7 +188,7 @@ class Table:
             waiting.missing.discard(key)
             if waiting.missing:
                 continue
-            # A key that had come may have been deleted since, so the whole list is looked at again.
+            # A key that was set before may have been deleted since, so all keys are checked again.
             self._index(waiting)
             if not waiting.missing:
                 waiting.ready()

@@ -1,8 +1,8 @@
-"""Speaking to a store of torch.distributed, above all the one that torchrun's agent serves.
+"""The client of a store of torch.distributed, above all the one that torchrun's agent serves.
 
 Under torchrun the agent already listens on MASTER_PORT with torch's own TCPStore, so the ranks meet
-there through torch's client. That client waits inside C++, deaf to Ctrl-C and holding up the other
-threads; so nothing here waits in it: whether a key has come is asked every 1 to 50 ms.
+there through torch's client. That client waits inside C++, where it ignores Ctrl-C and blocks the other
+threads; so nothing here waits in it, but polls for keys every 1 to 50 ms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _REQUEST_SECONDS = 60.0
 _LAST_SECONDS = 5.0
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of each client of torch's, what its requests are made under."""
+"""The lock of each of torch's clients, held during its requests."""
 
 
 class TorchStore(Store):
@@ -50,13 +50,14 @@ class TorchStore(Store):
 
     Args:
         store: an instance of ``torch.distributed.Store``.
-        name: what to call it in messages; its type's name if None.
-        proves: the job's secret, if what ranks write is to bear a proof that they know it, and what has none
-            is refused (see :mod:`torchestra.store.authenticated_values`); for keys that nobody else uses.
+        name: its name in messages; its type's name if None.
+        proves: the job's secret, if values are to bear a proof that their writer knows it, and values without
+            one are to be refused (see :mod:`torchestra.store.authenticated_values`); for keys that nobody
+            else uses.
 
-    Whoever reaches torch's store can use it; it knows no secrets. What ranks read in it they only take for
-    text, and the memory that they share is handed over to processes that prove the job's secret, if there
-    is one, and are of the same user (see :mod:`torchestra.engine.memory.fd_passing`).
+    Anybody who can reach torch's store can use it; it knows no secrets. Ranks interpret its values as text
+    only, and pass the memory that they share to processes that prove the job's secret, if there is one, and
+    are of the same user (see :mod:`torchestra.engine.memory.fd_passing`).
     """
 
     def __init__(self, store: Any, name: str | None = None, proves: bytes | None = None) -> None:
@@ -88,7 +89,7 @@ class TorchStore(Store):
     def add(self, key: str, amount: int) -> int:
         check_key(key)
         amount = check_amount(amount, self)
-        # torch's server cuts the connection of who adds to a word, and the client is of no use then.
+        # torch's server closes the connection of a client that adds to a word; the client is then unusable.
         if self.check([key]):
             parse_number(key, self._get(key))
         self._counted.add(key)
@@ -154,10 +155,10 @@ def connect_to_agent(host: str, port: int, timeout: Timeout, secret: bytes | Non
         host: MASTER_ADDR.
         port: MASTER_PORT.
         timeout: for connecting and for later waits; a timedelta or seconds.
-        secret: the job's, if it has one. Then only what its ranks have written is believed.
+        secret: the job's, if it has one. Then only values that its ranks have written are accepted.
 
     Raises:
-        DistNetworkError: nobody listens there, or not torch's store.
+        DistNetworkError: nobody listens there, or something other than torch's store does.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -178,10 +179,10 @@ def connect_to_agent(host: str, port: int, timeout: Timeout, secret: bytes | Non
 
 
 def _ask_no_more() -> None:
-    """Let no other thread be in torch's client when the interpreter ends.
+    """Keep other threads out of torch's client when the interpreter ends.
 
-    A thread that returns from C++ to an interpreter that is gone takes the process down; this one may go on
-    asking. Whatever else is done at exit over a store comes before, see :mod:`torchestra.store`.
+    A thread that returns from C++ to an interpreter that has ended crashes the process; this thread may still
+    make requests. Other exit handlers that use a store run before this one, see :mod:`torchestra.store`.
     """
     for asking in tuple(_clients):
         asking.acquire(timeout=_LAST_SECONDS)

@@ -50,7 +50,7 @@ _set_rpc_timeout = _rpc.set_rpc_timeout
 
 
 def _of_options(options: RpcBackendOptions) -> Any:
-    """Return the backend whose options these are."""
+    """Return the backend that takes options of this class."""
     for backend in backend_registry.BackendType:
         if isinstance(options, type(backend_registry.construct_rpc_backend_options(backend))):
             return backend
@@ -67,9 +67,9 @@ def init_rpc(
     """Call :func:`torchestra.rpc.init_rpc`, with a backend of the registry: TENSORPIPE is our own engine.
 
     Raises:
-        InvalidArgumentTypeError: the backend or the options are none, or do not fit each other.
+        InvalidArgumentTypeError: ``backend`` is no backend, the options are none, or the two do not match.
     """
-    # Its type may be that of before another backend was registered.
+    # Its enum may be an older one, from before another backend was registered.
     if backend is not None and not isinstance(getattr(backend, "value", None), backend_registry.BackendValue):
         raise InvalidArgumentTypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
@@ -102,7 +102,7 @@ def _init_rpc_backend(
     """Call :func:`init_rpc` over a store.
 
     Raises:
-        RpcError: this is a worker already; or the backend is not our own, and has made an agent.
+        RpcError: this rank is a worker already; or the backend is not our own, and has made an agent.
     """
     if _is_current_rpc_agent_set():
         raise RpcError("RPC is already initialized")
@@ -119,7 +119,7 @@ def _init_rpc_backend(
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Return how many references there are."""
+    """Return the counts of remote references."""
     return {name: count for name, count in _rpc.debug_info().items() if not name.startswith("agent.")}
 
 

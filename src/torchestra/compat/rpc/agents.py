@@ -1,4 +1,4 @@
-"""A worker by the methods of torch's agents."""
+"""A worker with the methods of torch's agents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RpcAgent", "TensorPipeAgent"]
 
 
 class RpcAgent:
-    """Serve registered backends as the base of their agents."""
+    """The base class of registered backends' agents."""
 
 
 class TensorPipeAgent(RpcAgent):
@@ -24,7 +24,7 @@ class TensorPipeAgent(RpcAgent):
         self._agent = agent
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Return the worker of a name or rank, or this one."""
+        """Return the worker with a name or rank; this one by default."""
         return self._agent.info if name is None else self._agent.find(name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
@@ -32,7 +32,7 @@ class TensorPipeAgent(RpcAgent):
         return list(self._agent.workers)
 
     def get_debug_info(self) -> dict[str, str]:
-        """Count of calls and threads."""
+        """Return the counts of calls and threads."""
         return {name: count for name, count in debug_info().items() if name.startswith("agent.")}
 
     get_metrics = get_debug_info

@@ -69,7 +69,7 @@ PyRRef = RRef
 
 
 def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """Return a call; where another pickler is to be used, one of what that has pickled."""
+    """Return a call; with another pickler than our own, a call that unpickles and runs its pickle."""
     if _default_pickler is _internal_rpc_pickler:
         return function, args, kwargs
     udf = PythonUDF(function, args or (), kwargs or {})
@@ -102,7 +102,7 @@ def remote(
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Have the block's calls pickled by something that derives from ``_InternalRPCPickler``."""
+    """Pickle the block's calls with an instance of a class derived from ``_InternalRPCPickler``."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -113,7 +113,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, at the end of the block, for all that ``rpc_async`` has called in it on this thread."""
+    """Wait, at the end of the block, for all calls made by ``rpc_async`` in it on this thread."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -128,7 +128,7 @@ def _wait_all() -> Iterator[None]:
 
 
 def _require_initialized(func: F) -> F:
-    """Have a function fail, with an RpcError, where ``init_rpc`` has not been called."""
+    """Make a function raise RpcError if ``init_rpc`` has not been called."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -139,20 +139,20 @@ def _require_initialized(func: F) -> F:
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Return whether this is a worker."""
+    """Return whether this rank is a worker."""
     return agent_or_none() is not None
 
 
 def _get_current_rpc_agent() -> TensorPipeAgent:
-    """Return the worker, by torch's methods."""
+    """Return this worker, with torch's methods."""
     return TensorPipeAgent(current_agent())
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Have an agent of another backend be this worker.
+    """Refuse an agent of another backend.
 
     Raises:
-        RpcError: calls are made and answered by torchestra's own.
+        RpcError: always; torchestra's own agents make and answer calls.
     """
     raise RpcError(f"calls are made by torchestra's own agents: {agent!r} cannot be run")
 
@@ -181,7 +181,7 @@ def _all_gather(
 
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Call :func:`torchestra.rpc.gathering.barrier`, whose errors are but logged."""
+    """Call :func:`torchestra.rpc.gathering.barrier`; its errors are only logged."""
     try:
         gathering.barrier(worker_names)
     except RpcError:
@@ -212,7 +212,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         RemoteReferenceError: with ``_ignore_rref_leak`` False, other workers still refer to values of this
-            one after they were to drop them.
+            one after they should have dropped them.
     """
     agent = _get_current_rpc_agent()
     try:

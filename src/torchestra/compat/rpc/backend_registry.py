@@ -23,7 +23,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """Hold the functions that make a backend's options and agents."""
+    """The functions that make a backend's options and agents."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
@@ -65,10 +65,10 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend; its member of :data:`BackendType`, which is a new enum from now on.
+    """Register a backend; return its member of :data:`BackendType`, which becomes a new enum.
 
     Raises:
-        RpcError: there is one of that name.
+        RpcError: there is already one of that name.
     """
     global BackendType
     if backend_registered(backend_name):
@@ -89,5 +89,5 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a backend's agent made."""
+    """Make a backend's agent."""
     return backend.value.init_backend_handler(*args, **kwargs)

@@ -1,7 +1,7 @@
 """As ``torch.distributed.rpc.internal``: how calls are pickled and named in profiles.
 
-Calls themselves are not pickled by this, but by ``torchestra.tensors.serialization``; what an object pickles
-of itself by it, within a call, belongs to that call.
+Calls themselves are pickled by ``torchestra.tensors.serialization``, not by this module; parts that an object
+pickles by this module, within a call, belong to that call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class RPCExecMode(enum.Enum):
-    """Say how a function is called."""
+    """How a function is called."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -93,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _InternalRPCPickler:
-    """Pickles objects, with their tensors in a list beside the text."""
+    """Pickles objects, with their tensors in a separate list."""
 
     def __init__(self) -> None:
         self._class_reducer_dict: dict[type, Callable[[Any], Any]] = {}
@@ -105,13 +105,13 @@ class _InternalRPCPickler:
             register_reducer(obj_class, reducer)
 
     def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
-        """Return the text, and the tensors."""
+        """Return the pickle, and the tensors."""
         file, tensors = io.BytesIO(), list[torch.Tensor]()
         _Pickler(file, tensors, self._class_reducer_dict).dump(obj)
         return file.getvalue(), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-        """Return the object; or the error, where something in it has a name that is not known here."""
+        """Return the object; or an error, if the pickle contains a name unknown to this worker."""
         try:
             return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
         except AttributeError as error:
@@ -129,7 +129,7 @@ deserialize = _internal_rpc_pickler.deserialize
 
 
 def _run_pickled(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-    """Do, on the worker that is called, what another pickler than ours has pickled."""
+    """Run, on the called worker, a call that another pickler than ours has pickled."""
     call = deserialize(binary_data, tensor_table)
     if isinstance(call, Exception):
         raise call

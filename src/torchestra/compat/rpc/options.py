@@ -20,7 +20,7 @@ __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """:class:`torchestra.rpc.RpcBackendOptions` by torch's arguments.
 
-    ``_transports`` and ``_channels`` would choose among TensorPipe's ways, and have no effect.
+    ``_transports`` and ``_channels`` would choose TensorPipe's transports and channels, and have no effect.
 
     Raises:
         InvalidArgumentTypeError: the time-out is a timedelta, which torch does not take here.

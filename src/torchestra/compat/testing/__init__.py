@@ -1,4 +1,4 @@
-"""The helpers that tests take from PyTorch's own helpers for distributed tests.
+"""The helpers that tests import from PyTorch's own helpers for distributed tests.
 
 That is, from ``torch.testing._internal.common_distributed``, ``.dist_utils``,
 ``.distributed.multi_threaded_pg``, ``.distributed.fake_pg`` and ``.distributed.rpc``.

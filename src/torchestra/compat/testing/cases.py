@@ -29,15 +29,15 @@ else:
 
 
 class MultiThreadedTestCase(MultiThreadedTests, TestCase):
-    """:class:`torchestra.testing.MultiThreadedTestCase` with torch's assertions, where they can be had."""
+    """:class:`torchestra.testing.MultiThreadedTestCase` with torch's assertions, if available."""
 
     __test__ = False
 
 
 class MultiProcessTestCase(MultiProcessTests, TestCase):
-    """:class:`torchestra.testing.MultiProcessTestCase` with torch's assertions, where they can be had.
+    """:class:`torchestra.testing.MultiProcessTestCase` with torch's assertions, if available.
 
-    As torch's, its ranks find nothing in their environment that the test's own process has not there.
+    As with torch's, its ranks see only the environment of the test's own process.
     """
 
     __test__ = False

@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DistTestCases:
-    """List, for each capability, the backends that a test may ask it of."""
+    """For each capability, the backends that a test may require it of."""
 
     skip_collective: ClassVar[dict[str, set[str]]] = {
         "allgather_coalesced": {"nccl", "mpi", "ucc"},
@@ -46,7 +46,7 @@ class DistTestCases:
 
 
 def at_least_x_gpu(x: int) -> bool:
-    """Return whether there are as many GPUs."""
+    """Return whether there are at least ``x`` GPUs."""
     return torch.cuda.is_available() and torch.cuda.device_count() >= x
 
 
@@ -69,7 +69,7 @@ def require_n_gpus_for_nccl_backend(n: int, backend: str) -> Callable[[F], F]:
 
 
 def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[F], F]:
-    """Call :func:`require_n_gpus_for_nccl_backend` with its arguments the other way round."""
+    """Call :func:`require_n_gpus_for_nccl_backend` with its arguments swapped."""
     return require_n_gpus_for_nccl_backend(x, backend)
 
 
@@ -79,7 +79,7 @@ def import_transformers_or_skip() -> Callable[[F], F]:
 
 
 def requires_nccl_version(version: Any, msg: str) -> Callable[[F], F]:
-    """Skip a test that needs a version of NCCL where there is a GPU, for there is no NCCL here."""
+    """Skip a test that needs a version of NCCL if there is a GPU: torchestra has no NCCL."""
     if not torch.cuda.is_available():
         return lambda function: function
     return unittest.skip(f"Requires NCCL version greater than or equal to: {version}: {msg}")

@@ -1,4 +1,4 @@
-"""The test cases of remote calls: ranks that are workers, and waits for what workers hear late.
+"""The test cases of remote calls: ranks that are workers, and waits for delayed messages.
 
 From ``torch.testing._internal.dist_utils`` and ``.distributed.rpc``'s fixtures.
 """
@@ -41,7 +41,7 @@ _NAP_SECONDS = 0.02
 
 
 def tp_transports() -> Sequence[str] | None:
-    """TensorPipe's transports to choose among; there is no choice here."""
+    """Return None: there are no transports of TensorPipe to choose from."""
     return None
 
 
@@ -63,7 +63,7 @@ def dist_init(
 ) -> Any:
     """Decorate a test: each rank is a worker before it, and shuts down after it.
 
-    Leaks of references are errors in it. ``faulty_messages`` and ``messages_to_delay`` go to the test case's
+    A leak of references is an error. ``faulty_messages`` and ``messages_to_delay`` go to the test case's
     ``setup_fault_injection``.
     """
     if old_test_method is None:
@@ -103,7 +103,7 @@ def initialize_pg(init_method: str, rank: int, world_size: int) -> None:
 
 
 def wait_until_node_failure(rank: int, expected_error_regex: str = ".*") -> str:
-    """Call a worker until that fails with such an error; its text."""
+    """Call a worker until that fails with a matching error; return its text."""
     while True:
         try:
             rpc.rpc_sync(worker_name(rank), noop)
@@ -131,7 +131,7 @@ def wait_until_pending_futures_and_users_flushed(timeout: float = 20) -> None:
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
-    """Return how many values this worker owns for others, and how many references these have."""
+    """Return how many values this worker owns for others, and how many references others hold."""
     info = _rref_context_get_debug_info()
     return info["num_owner_rrefs"], info["num_forks"]
 
@@ -139,7 +139,7 @@ def get_num_owners_and_forks() -> tuple[str, str]:
 def wait_until_owners_and_forks_on_rank(
     num_owners: int, num_forks: int, rank: int, timeout: float = 20
 ) -> None:
-    """Wait until a worker owns so many values, and others have so many references to them.
+    """Wait until a worker owns ``num_owners`` values, with ``num_forks`` references on other workers.
 
     Raises:
         ValueError: that took longer.
@@ -158,12 +158,12 @@ def wait_until_owners_and_forks_on_rank(
 
 
 def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:
-    """Return the first profiled event whose name has this in it."""
+    """Return the first profiled event whose name contains a text."""
     return [event for event in function_events if partial_event_name in event.name][0]  # noqa: RUF015
 
 
 class RpcAgentTestFixture(ABC):
-    """Beside a test case whose ranks are processes: which backend they are workers of."""
+    """A mixin for test cases whose ranks are processes: the backend that they use as workers."""
 
     file_name: str
 
@@ -181,7 +181,7 @@ class RpcAgentTestFixture(ABC):
 
     @property
     def file_init_method(self) -> str:
-        """A file of the test's own."""
+        """Return the URL of the test's own file."""
         return INIT_METHOD_TEMPLATE.format(file_name=self.file_name)
 
     @property
@@ -195,7 +195,7 @@ class RpcAgentTestFixture(ABC):
         """New options for it."""
 
     def setup_fault_injection(self, faulty_messages: Any, messages_to_delay: Any) -> None:  # noqa: B027
-        """Called before workers meet, by backends that inject faults."""
+        """Prepare faults before the workers meet; backends that inject faults override this."""
 
     @abstractmethod
     def get_shutdown_error_regex(self) -> str:
@@ -207,7 +207,7 @@ class RpcAgentTestFixture(ABC):
 
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
-    """The backend TENSORPIPE, which is our own engine."""
+    """Uses the backend TENSORPIPE, which is our own engine."""
 
     @property
     def rpc_backend(self) -> Any:

@@ -1,4 +1,4 @@
-"""The surroundings of a test of PyTorch's: stores, directories, time limits, examples of tensors."""
+"""The environment of a test of PyTorch's: stores, directories, time limits, example tensors."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ TIMEOUT_DEFAULT = int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "300")
 """Seconds that a test may take."""
 
 TIMEOUT_OVERRIDE: dict[str, int] = {}
-"""The same for tests that may take other times, by their last name."""
+"""The same for tests with another limit, by the last part of their name."""
 
 _directory: tempfile.TemporaryDirectory[str] | None = None
 
 
 def get_timeout(test_id: str) -> int:
-    """Return the seconds that a test may take, by its full name."""
+    """Return the seconds that the test with a full name may take."""
     return TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], TIMEOUT_DEFAULT)
 
 
 def create_device(interface: str | None = None, lazy_init: bool = False) -> Any:
-    """Make something to put into a group's ``_devices``, where it has no effect."""
+    """Make a device for a group's ``_devices``, where it has no effect."""
     return ProcessGroup.create_device(interface=interface or "", lazy_init=lazy_init)
 
 
@@ -77,9 +77,9 @@ def create_tcp_store(
 
 
 def initialize_temp_directories(init_method: str | None = None) -> None:
-    """Make a directory for the ranks, which TEMP_DIR names, and have INIT_METHOD name a file in it, if none.
+    """Make a directory for the ranks, set TEMP_DIR to it and, by default, INIT_METHOD to a file in it.
 
-    To be called before the ranks are started; :func:`cleanup_temp_dir` removes it.
+    Call this before the ranks are started; :func:`cleanup_temp_dir` removes the directory.
     """
     global _directory
     _directory = tempfile.TemporaryDirectory(prefix="torchestra-test-")
@@ -91,7 +91,7 @@ def initialize_temp_directories(init_method: str | None = None) -> None:
 
 
 def cleanup_temp_dir() -> None:
-    """Remove what :func:`initialize_temp_directories` has made."""
+    """Remove the directory that :func:`initialize_temp_directories` made."""
     if _directory is not None:
         _directory.cleanup()
 
@@ -105,7 +105,7 @@ def captured_output() -> Iterator[tuple[io.StringIO, io.StringIO]]:
 
 
 def init_multigpu_helper(world_size: int, backend: str) -> dict[int, list[int]]:
-    """Return the GPUs of each rank: all of them, dealt out evenly; at least one place each."""
+    """Return the GPUs of each rank: one each; none if there are too few."""
     gpus = range(torch.cuda.device_count())
     each = len(gpus) // world_size if world_size > len(gpus) else 1
     return {rank: list(gpus[rank * each : (rank + 1) * each]) for rank in range(world_size)}
@@ -118,7 +118,7 @@ def run_subtests(
     *test_args: Any,
     **test_kwargs: Any,
 ) -> None:
-    """Run a function with each combination of some arguments' values, each a subtest, then a barrier."""
+    """Run a function with each combination of arguments, each as a subtest followed by a barrier."""
     for values in itertools.product(*subtest_config.values()):
         chosen = dict(zip(subtest_config, values, strict=True))
         with cls_inst.subTest(**chosen):
@@ -127,7 +127,7 @@ def run_subtests(
 
 
 def _sparse_example(rank: int, world_size: int, sparse_dims: int, dense_dims: int) -> torch.Tensor:
-    """Ones in the first ``rank + 1`` places of the first dimension, and place 0 of the other sparse ones."""
+    """Return ones at the first ``rank + 1`` indices of dimension 0, index 0 of other sparse ones."""
     indices = torch.zeros(sparse_dims, rank + 1, dtype=torch.int64)
     indices[0] = torch.arange(rank + 1)
     shape = [world_size] * sparse_dims + [2] * dense_dims
@@ -137,7 +137,7 @@ def _sparse_example(rank: int, world_size: int, sparse_dims: int, dense_dims: in
 def simple_sparse_reduce_tests(
     rank: int, world_size: int, num_inputs: int = 1
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Sparse inputs of a rank, and their sums over all ranks; of 1 to 3 sparse, 0 to 3 dense dimensions."""
+    """Return a rank's sparse inputs and their sums: of 1 to 3 sparse, 0 to 3 dense dimensions."""
     total = num_inputs * world_size
     cases = []
     for sparse_dims, dense_dims in ((1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (1, 3)):

@@ -2,7 +2,7 @@
 
 Importing this registers the backend, unless torch has done so by itself (``torch.backends`` entry points are
 loaded by ``import torch``). Then PyTorch's own DistributedDataParallel, FSDP, DTensor, checkpoints and
-functional collectives run on torchestra's engine, as does whatever else is written for torch.distributed.
+functional collectives run on torchestra's engine, as do other libraries written for torch.distributed.
 See docs/interop.md.
 """
 
@@ -28,10 +28,10 @@ __all__ = [
 
 
 def register() -> None:
-    """Make ``"torchestra"`` known to torch.distributed as a backend, as importing this module does.
+    """Register ``"torchestra"`` as a backend of torch.distributed, as importing this module does.
 
-    It serves tensors of the CPU, and those of CUDA where torch has that (through pinned memory). What other
-    backends are the default for stays with them.
+    It serves CPU tensors, and CUDA tensors where torch has CUDA (through pinned memory). The default backends
+    of all devices stay unchanged.
     """
     register_backend(create_group)
     serve_functions()

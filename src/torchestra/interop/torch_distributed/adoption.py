@@ -1,8 +1,8 @@
 """One world in two libraries: torchestra's default group for torch.distributed, and the other way round.
 
-Each library keeps its own registry of groups. The group that is handed over stays its owner's: whoever it was
-handed to forgets it in its ``destroy_process_group()``, and gets an error from its operations when the owner
-has destroyed it.
+Each library keeps its own registry of groups. A group that is shared stays its owner's: the other
+library's ``destroy_process_group()`` only forgets it, and its operations there fail once the owner has
+destroyed it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchestra.world.registry import own_world
 
 
 class AdoptedGroup(TorchestraGroup):
-    """Torch.distributed's view of torchestra's default group, which stays torchestra's."""
+    """torch.distributed's view of torchestra's default group, which stays torchestra's."""
 
     def shutdown(self) -> None:
-        """Leave what other devices have; torchestra's group goes on."""
+        """Leave the groups of other devices; torchestra's group stays open."""
         self.leave_other_devices()
 
 
@@ -37,7 +37,7 @@ class UsedGroup(ProcessGroup):
     """Torchestra's view of torch.distributed's default group, which stays torch.distributed's."""
 
     def destroy(self) -> None:
-        """Do nothing, unless this group was made by shrinking: then torch.distributed does not know it."""
+        """Do nothing, unless this group was made by shrinking, which torch.distributed does not know."""
         if self.generation:
             super().destroy()
 
@@ -45,15 +45,15 @@ class UsedGroup(ProcessGroup):
 def adopt() -> distributed.ProcessGroup:
     """Make torchestra's default group that of torch.distributed too; return torch's group.
 
-    To be called by every rank after ``torchestra.init_process_group()``; or give it to that as ``then``. From
-    then on whatever is written for torch.distributed has the same ranks: checkpoints, metrics, samplers,
-    DTensor, FSDP2. Operations by either library are of one group, in one order. After ``shrink()``, or when
-    torchestra's world was made again, call it again. ``torch.distributed.destroy_process_group()`` forgets
+    Every rank must call this after ``torchestra.init_process_group()``, or pass it to that as ``then``. From
+    then on code written for torch.distributed has the same ranks: checkpoints, metrics, samplers, DTensor,
+    FSDP2. Operations by either library are of one group, in one order. After ``shrink()``, or when
+    torchestra's world was made again, call this again. ``torch.distributed.destroy_process_group()`` forgets
     the group; it stays torchestra's, which destroys it.
 
     Raises:
         NotInitializedError: torchestra has no default group.
-        InvalidArgumentError: torch.distributed has another one, or ranks are such as it cannot have.
+        InvalidArgumentError: torch.distributed has another one, or cannot have such ranks.
     """
     inner = own_world().default
     if inner is None:
@@ -87,9 +87,9 @@ def adopt() -> distributed.ProcessGroup:
 def use() -> ProcessGroup:
     """Make torch.distributed's default group that of ``import torchestra as dist`` too; return torchestra's.
 
-    To be called by every rank after ``torch.distributed.init_process_group()``. A group whose backend is
-    torchestra's is used as it is, with operations of either library in one order; beside another, such as
-    NCCL's, one of the same ranks is made, which meet over torch's store.
+    Every rank must call this after ``torch.distributed.init_process_group()``. A group whose backend is
+    torchestra's is used as it is, with operations of either library in one order; for a group of another
+    backend, such as NCCL, a new group of the same ranks is made, which meet over torch's store.
     ``torchestra.destroy_process_group()`` forgets a group that is torch.distributed's.
 
     Raises:
@@ -126,7 +126,7 @@ def _borrowed(inner: ProcessGroup) -> UsedGroup:
 
 
 def _beside(theirs: Any) -> ProcessGroup:
-    """Make a group of the ranks of one that another backend serves. To be called by all of them."""
+    """Make a group of the ranks of another backend's group. All of them must call this."""
     asked = c10d._DistributedBackendOptions()
     asked.store = c10d.PrefixStore("torchestra", distributed.distributed_c10d._get_default_store())
     asked.group_rank, asked.group_size = theirs.rank(), theirs.size()

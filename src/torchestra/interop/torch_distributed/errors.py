@@ -1,8 +1,8 @@
 """Torchestra's errors as torch.distributed's: each is both, so that either name catches it.
 
 ``RankFailedError`` here is a ``torchestra.RankFailedError`` and a ``torch.distributed.DistBackendError``, and
-so on. What is no error of a backend, a store or the network, such as a wrong argument, is raised as it is: a
-ValueError and a RuntimeError.
+so on. Other errors than those of a backend, a store or the network, such as a wrong argument, are raised
+unchanged: as a ValueError and a RuntimeError.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _JOINED: dict[type[DistError], type[DistError]] = {}
 for _ours in [getattr(errors, name) for name in errors.__all__]:
     for _base, _theirs in _BASES.items():
         if issubclass(_ours, _base):
-            _JOINED[_ours] = globals()[_ours.__name__] = _joined(_ours, _theirs)  # found there by pickle
+            _JOINED[_ours] = globals()[_ours.__name__] = _joined(_ours, _theirs)  # pickle finds it there
 
 
 def as_torch_error(error: DistError) -> DistError:
-    """Return the error with its message and attributes, as torch.distributed's too."""
+    """Return the error, with its message and attributes, as one of torch.distributed's too."""
     joined = _JOINED.get(type(error))
     if joined is None:
         return error

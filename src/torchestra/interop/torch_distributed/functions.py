@@ -1,7 +1,7 @@
-"""Functions of torch.distributed that look for a certain backend, for groups of torchestra.
+"""Functions of torch.distributed that require a certain backend, for groups of torchestra.
 
-They ask for Gloo's name or class, or hand a backend to C++. Each does for groups of torchestra what it says
-that it does, by the methods of those groups; for all other groups it is as it was.
+They check for Gloo's name or class, or pass a backend to C++. For groups of torchestra each calls the group's
+method instead; for all other groups it is unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Function = Callable[..., Any]
 
 
 def serve_functions() -> None:
-    """Have those functions of torch.distributed that this torch has serve groups of torchestra too."""
+    """Make these functions, as far as this torch has them, serve groups of torchestra too."""
     for name, make in _SERVED.items():
         if (function := getattr(c10d, name, None)) is not None:
             redirect(function, make)
@@ -88,7 +88,7 @@ def _split(
             f"split_group: `backend` must be the parent's, {name!r}: a group of torchestra is split as it is;"
             f" got {backend!r}"
         )
-    # Every rank of the parent counts, so that members of a part agree on its name whatever else they are in.
+    # Every rank of the parent counts, so that members of a part agree on its name whatever their other parts.
     parent.splits += 1
     if timeout is not None:
         c10d._check_valid_timeout(timeout)
@@ -122,7 +122,7 @@ def _create_shrunk_process_group(original: _Function) -> _Function:
         if not isinstance(new_backend, TorchestraGroup):
             return original(new_backend, remaining_ranks, metadata, is_default_group)
         name = metadata["new_group_name"]
-        # Ranks are numbered anew, so what groups meet by must not be what they met by before.
+        # Ranks are renumbered, so the groups must not meet under the same keys as before.
         metadata["store"] = c10d.PrefixStore(f"{name}/", metadata["store"])
         new_backend.move_to(metadata["store"])
         new_backend._set_group_name(name)

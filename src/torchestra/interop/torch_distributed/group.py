@@ -1,7 +1,7 @@
 """A group of torch.distributed that runs on torchestra's engine.
 
 torch.distributed lets process groups be written in Python: it and its C++ parts call the methods of this
-class. What a group can do is in operations.py; here is what it is, which devices it serves, and its end.
+class. Its operations are in operations.py; its identity, its devices and its end are here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _Base: Any = distributed.ProcessGroup  # whose annotations leave out half of wha
 class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     """A ``torch.distributed.ProcessGroup`` on torchestra's engine.
 
-    Made by ``torch.distributed.init_process_group("torchestra")``, ``new_group`` and so on. Every method is
-    to be called by all ranks of the group in the same order, messages apart, and returns a
-    ``torch.distributed.Work``. Errors are torchestra's, which name ranks, and torch.distributed's at once.
+    Made by ``torch.distributed.init_process_group("torchestra")``, ``new_group`` and so on. All ranks of the
+    group must call every operation in the same order, messages apart; each returns a
+    ``torch.distributed.Work``. Errors are both torchestra's, which name ranks, and torch.distributed's.
 
     Args:
         inner: the group of torchestra that it runs on.
@@ -59,17 +59,17 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         self._rank, self._size = inner.rank(), inner.size()
         self._name = inner.group_name
         self._description = "undefined"
-        # What the program calls the backends that this group is: two, where it serves another's name.
+        # The program's names for this group's backend: two, if it serves another's name.
         self._backend_name = BACKEND
         self._own_names = {BACKEND}
         self.splits = 0
-        # The backend that torch was asked for by device; known once torch has entered the group.
+        # The backend requested by device; known once torch has registered the group.
         self._requested: dict[str, str] | None = None
         self._device_groups: dict[str, distributed.ProcessGroup] = {}
-        # Used by the fast paths, once it is known that the group is to serve the CPU.
+        # For the fast paths; set once it is known that the group serves the CPU.
         self._fast_path: Communicator | None = None
         self._block: CoalescedBlock | None = None
-        # Whether torch enters the group in its registries; one that split_group() makes it does not know.
+        # Whether torch registers the group; it does not register one that split_group() makes.
         self._registered = False
 
     # -- what it is
@@ -89,26 +89,26 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     _get_backend_name = name
 
     def getBackendName(self) -> str:
-        """Return the backend's own name, for C++, which asks one of Gloo's name for what only Gloo has."""
+        """Return the backend's own name, for C++, which would use Gloo's internals by Gloo's name."""
         return BACKEND
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What ``isinstance`` asks beside the type: torch and libraries look for Gloo's class."""
+        """The class that ``isinstance`` also accepts: torch and libraries check for Gloo's class."""
         return _POSES[self._backend_name]
 
     def pose_as(self, backend: str) -> None:
-        """Answer to the name and the class of another backend, which this group is in the place of."""
+        """Take the name and the class of another backend, which this group replaces."""
         self._backend_name = backend
         self._own_names.add(backend)
 
     @property
     def group_name(self) -> str:
-        """The group's name in torch.distributed."""
+        """Return the group's name in torch.distributed."""
         return self._name
 
     def getGroupName(self) -> str:
-        """:attr:`group_name`, for C++."""
+        """Return :attr:`group_name`, for C++."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
@@ -117,11 +117,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """Return what the group is for, in words."""
+        """Return the group's description."""
         return self._description
 
     def getGroupDesc(self) -> str:
-        """:attr:`group_desc`, for C++."""
+        """Return :attr:`group_desc`, for C++."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
@@ -136,11 +136,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def options(self) -> GroupOptions:
-        """Return what the group was made with, and its present time-out; a copy."""
+        """Return a copy of the group's options, with its present time-out."""
         return self.inner.options
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Change how long later operations may wait. Concerns this rank only."""
+        """Set the time-out of later operations, on this rank only."""
         self.inner.set_timeout(timeout)
         for other in self._device_groups.values():
             other.set_timeout(self.inner.timeout)
@@ -159,7 +159,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         devices = self._requested or backends_by_device(self)
         if devices is None:
-            # A group that torch has not entered yet has no devices: so torch (2.15) knows that it has no
+            # A group that torch has not registered yet has no devices: so torch (2.15) knows that it has no
             # parts in C++, whose operations its own flight recorder could watch.
             devices = {} if self._registered else dict.fromkeys(("cpu", "cuda"), BACKEND)
         return [torch.device(device) for device in devices if device != "cuda" or torch.cuda.is_available()]
@@ -173,7 +173,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self
 
     def _other_group_on(self, device: str) -> Any:
-        """Return the group that serves a device where that is not this one. To be called by all ranks."""
+        """Return the group that serves a device, if not this one. All ranks must call this."""
         self._read_requested()
         backend = BACKEND if self._requested is None else self._requested.get(device, BACKEND)
         if backend in self._own_names:
@@ -203,7 +203,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor in memory that the ranks share; in ordinary memory if that is full.
+        """Return an uninitialised tensor in the ranks' shared memory, or in ordinary memory if that is full.
 
         FSDP2 asks for its buffers here, after ``set_allocate_memory_from_process_group_for_comm(True)``.
         """
@@ -213,10 +213,10 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
             return torch.empty(size, dtype=dtype)
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Do nothing: the ranks have met."""
+        """Do nothing: the ranks are already connected."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a rank that is not in a part of the group has no part in making it."""
+        """Do nothing: only the ranks of a part take part in making it."""
 
     # -- other groups, and the end
 
@@ -229,12 +229,12 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> TorchestraGroup | None:
-        """Make a group of some of this one's ranks, which all of those must call; None for any other rank.
+        """Make a group of some of this one's ranks, which must all call this; return None on other ranks.
 
         Args:
             new_ranks: numbers in this group.
             timeout: default: this group's.
-            opts, device_types: have no meaning here.
+            opts, device_types: ignored.
             group_name, group_desc: of the new group.
         """
         members = sorted(new_ranks)
@@ -256,11 +256,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None) -> Any:
         """Make a group of the ranks that are left, for ``torch.distributed.shrink_group``.
 
-        To be called by every rank that goes on; :meth:`torchestra.ProcessGroup.shrink` tells the rest.
+        Every remaining rank must call this; see :meth:`torchestra.ProcessGroup.shrink`.
 
         Args:
             ranks_to_exclude: numbers in this group.
-            shrink_flags: 0 has what this rank has begun in the group end first, 1 has it fail at once.
+            shrink_flags: 0 lets operations that this rank has begun end first, 1 makes them fail at once.
             opts: must be None.
         """
         if opts is not None:
@@ -275,11 +275,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return group
 
     def move_to(self, store: c10d.Store) -> None:
-        """Have parts of the group, and of other devices, meet over another store."""
+        """Use another store for parts of the group, and for groups of other devices."""
         self._store = store
 
     def abort(self) -> None:
-        """Leave the group at once; peers that are in an operation of it, or come later, get an error."""
+        """Leave the group at once; peers in one of its operations now or later get an error."""
         communicator = self.inner.communicator
         if not communicator.closed:
             communicator.engine.abort(f"rank {self._rank} has aborted the group")
@@ -288,7 +288,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the group; operations that are queued are run first."""
+        """Run queued operations, then leave the group."""
         if not self.inner.communicator.closed:
             self.inner.destroy()
         self.leave_other_devices()
@@ -311,7 +311,7 @@ _POSES: dict[str, type] = {
 
 
 def create_group(options: Any, backend_options: Any) -> TorchestraGroup:
-    """Make a group, as torch.distributed has it made; returns when all its ranks have come.
+    """Make a group for torch.distributed; return when all its ranks have joined.
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, time-out, name and ranks.
@@ -327,7 +327,7 @@ def create_group(options: Any, backend_options: Any) -> TorchestraGroup:
 
 
 def _check_torch() -> None:
-    """Refuse versions whose C++ parts would wait for ever for a group in Python, as those of 2.6 do."""
+    """Refuse versions, such as 2.6, whose C++ parts would wait for ever for a group in Python."""
     if not hasattr(c10d.AllreduceOptions, "asyncOp"):
         raise DistBackendError(
             f"torch {torch.__version__} is too old for a backend of torch.distributed in Python: take a newer"

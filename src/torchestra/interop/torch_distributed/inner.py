@@ -14,7 +14,7 @@ from torchestra.process_group import ProcessGroup
 def inner_group(group: distributed.ProcessGroup | None = None) -> ProcessGroup:
     """Return the :class:`torchestra.ProcessGroup` that a group of torch.distributed runs on.
 
-    Its ranks, memory, statistics and operations can be used beside torch.distributed's, in one order.
+    Its ranks, memory, statistics and operations can be used with torch.distributed's, in one order.
 
     Args:
         group: default: the default group.
@@ -30,17 +30,17 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Wait until all ranks of the group have called this; else rank 0 says which are missing.
+    """Wait until all ranks of the group have called this; else rank 0 tells which are missing.
 
-    What ``torch.distributed.monitored_barrier`` does with a group of torchestra.
+    ``torch.distributed.monitored_barrier`` does the same for a group of torchestra.
 
     Args:
         group: default: the default group.
         timeout: how long rank 0 waits; default: the group's.
-        wait_all_ranks: name all that are missing, not only the first.
+        wait_all_ranks: name all missing ranks, not only the first.
 
     Raises:
-        RuntimeError: not all came, or some are dead.
+        RuntimeError: not all ranks called this in time, or some are dead.
         InvalidArgumentError: the group has another backend.
     """
     _torchestra_group(group).monitored_barrier(timeout, wait_all_ranks)

@@ -3,8 +3,8 @@
 torch.distributed's Python calls these methods directly; its C++ parts (the reducer of
 DistributedDataParallel, functional collectives) through pybind11, which finds them by name. So they have
 torch's names and take torch's options. Most call the same method of a :class:`torchestra.ProcessGroup`; they
-are derived from the table of operations. The commonest have fast paths, since a small operation takes less
-time than torch.distributed's own Python around it.
+are derived from the table of operations. The most common have fast paths, since a small operation takes less
+time than torch.distributed's own Python code around it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNSET = timedelta(milliseconds=-1)
 
 
 class CoalescedBlock:
-    """Operations that are being coalesced: collectives that wait for its end, and messages that do not."""
+    """A block of coalesced operations: collectives start at its end, messages at once."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -54,7 +54,7 @@ class CoalescedBlock:
         return works[0] if len(works) == 1 else joined(works, "coalesced operations")
 
     def drop(self) -> None:
-        """Do not run the operations: the group is aborted, because other ranks may wait for them."""
+        """Abort the group instead of running the operations, because other ranks may wait for them."""
         self._collecting.close()
         if self._steps:
             error = DistError("an exception ended their block")
@@ -74,15 +74,15 @@ class Operations:
     _block: CoalescedBlock | None
 
     def _other_group_on(self, device: str) -> Any:
-        """Return the group that serves a type of device where that is not this one, or None."""
+        """Return the group that serves a type of device, or None if this one does."""
         raise NotImplementedError
 
     def _other_group_for(self, values: Sequence[Any]) -> Any:
-        """Return the group that serves the first tensor among an operation's arguments, if not this one."""
+        """Return the group that serves the first tensor of some arguments, or None if this one does."""
         tensor = _first_tensor(values)
         return None if tensor is None else self._other_group_on(tensor.device.type)
 
-    # -- fast paths (each written out: a call more takes a tenth of their time), and the general way
+    # -- fast paths (each written out: one more call takes a tenth of their time), and the general path
 
     def _forward(self, name: str, torch_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the same method of torchestra's group, or torch's of the group that serves the device."""
@@ -98,7 +98,7 @@ class Operations:
         return TorchestraWork(work)
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Replace the tensor on every rank by the reduction of all ranks' tensors."""
+        """Replace the tensor on every rank with the reduction of all ranks' tensors."""
         fast = self._fast_path
         if (
             fast is not None
@@ -116,7 +116,7 @@ class Operations:
         return self._forward("allreduce", "allreduce", (tensors, opts, *args), kwargs)
 
     def broadcast(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Replace every rank's tensor by the root's."""
+        """Replace every rank's tensor with the root's."""
         fast = self._fast_path
         if (
             fast is not None
@@ -189,7 +189,7 @@ class Operations:
         return self._forward("alltoall_base", "all_to_all_single", args, kwargs)
 
     def barrier(self, opts: Any = None, **kwargs: Any) -> Any:
-        """Wait until every rank has called this, and all that it called before is done."""
+        """Wait until every rank has called this, and its earlier operations are done."""
         fast = self._fast_path
         if fast is not None and opts.__class__ is c10d.BarrierOptions:
             try:
@@ -202,11 +202,11 @@ class Operations:
     # -- messages, and the rest
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        """Begin to send a tensor to a rank of the group; to be called by the two ranks only."""
+        """Begin to send a tensor to a rank of the group; only the two ranks take part."""
         return self._message("send", tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        """Begin to receive a tensor from a rank of the group; to be called by the two ranks only."""
+        """Begin to receive a tensor from a rank of the group; only the two ranks take part."""
         return self._message("recv", tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
@@ -226,7 +226,7 @@ class Operations:
         return TorchestraWork(work)
 
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have called; else rank 0 says who is missing."""
+        """Wait until all ranks have called this; else rank 0 tells which are missing."""
         try:
             self.inner.monitored_barrier(timeout, wait_all_ranks)
         except DistError as error:

@@ -12,7 +12,7 @@ from torchestra.arguments.options import OperationOptions
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 
-# BXOR's value and so on; the names are the same.
+# The values of BXOR and so on; the names are the same.
 _REDUCTIONS: dict[int, ReduceOp] = {
     int(getattr(c10d.ReduceOp.RedOpType, name)): getattr(ReduceOp, name)
     for name in ReduceOp._NAMES
@@ -26,10 +26,10 @@ _OPTIONS: dict[type, type[OperationOptions]] = {
 
 
 def reduction(op: Any) -> ReduceOp:
-    """Return the reduce operation that torch's is.
+    """Return torchestra's reduce operation for torch's.
 
     Raises:
-        InvalidArgumentError: torchestra has none such.
+        InvalidArgumentError: torchestra has no such operation.
     """
     kind: Any = op if isinstance(op, c10d.ReduceOp.RedOpType) else op.op
     if (found := _REDUCTIONS.get(int(kind))) is not None:
@@ -41,7 +41,7 @@ def reduction(op: Any) -> ReduceOp:
 
 
 def in_our_terms(value: Any) -> Any:
-    """Convert an argument of a method of torch's groups to that of the same method of torchestra's."""
+    """Convert an argument of a method of torch's groups for the same method of torchestra's."""
     kind = _OPTIONS.get(type(value))
     if kind is not None:
         given = {each.name: getattr(value, each.name) for each in fields(kind) if hasattr(value, each.name)}

@@ -1,8 +1,8 @@
 """The part of a group that another backend serves, as in ``"cpu:torchestra,cuda:nccl"``.
 
-torch.distributed lets a process group that is written in Python stand for the whole group, whatever devices
-it was asked for. So a group of torchestra that is not asked for a device alone makes, when a tensor of
-that device first comes, a group that holds nothing but the other backend.
+torch.distributed uses a process group written in Python for the whole group, whatever devices it was
+requested for. So for a device of another backend, a group of torchestra makes a group of only that backend
+when it first gets a tensor of that device.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _GroupName: Any = getattr(c10d, "GroupName", str)  # in torch 2.6 a plain string
 
 
 class Membership(NamedTuple):
-    """Hold the arguments from which a backend makes a group.
+    """The arguments from which a backend makes a group.
 
     Attributes:
-        store: that the group's ranks share.
+        store: the store that the group's ranks share.
         rank, size: in the group.
         ranks: the global ranks.
         timeout: of operations.
@@ -51,10 +51,10 @@ def backends_by_device(group: ProcessGroup) -> dict[str, str] | None:
 
 
 def group_on(device: str, backend: str, member: Membership) -> ProcessGroup:
-    """Make the same group on one backend of torch's own, or registered with torch. To be called by all ranks.
+    """Make the same group on another backend that torch has or knows. All ranks must call this.
 
     Raises:
-        InvalidArgumentError: there is no such backend here, or it is a process group and no backend.
+        InvalidArgumentError: there is no such backend, or it is a process group rather than a backend.
     """
     store = c10d.PrefixStore(f"{device}/", member.store)
     group = c10d.ProcessGroup(store, member.rank, member.size)

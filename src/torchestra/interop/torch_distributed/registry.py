@@ -1,4 +1,4 @@
-"""Entering groups of torchestra into torch.distributed's registry of groups."""
+"""Registering groups of torchestra with torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ c10d: Any = distributed_c10d  # whose annotations are of the newest torch
 def enter_group(
     group: Any, backend: str, backend_config: str, store: Any, global_ranks: Sequence[int], name: str
 ) -> None:
-    """Have torch.distributed know a group, as the functions do that make groups.
+    """Register a group with torch.distributed, as its functions that make groups do.
 
     Args:
         group: a ``torch.distributed.ProcessGroup``.
-        backend: what ``get_backend`` says.
+        backend: the result of ``get_backend``.
         backend_config: the backends by device, as ``"cpu:gloo,cuda:gloo"``.
-        store: which the group's ranks share.
+        store: the store that the group's ranks share.
         global_ranks: the members, by number in the group.
         name: of the group in torch.distributed, the same on all members.
     """
@@ -43,7 +43,7 @@ def default_group() -> Any:
 
 
 def set_default(group: Any) -> None:
-    """Make a group that torch.distributed knows its default group."""
+    """Make a registered group torch.distributed's default group."""
     c10d._update_default_pg(group)
 
 

@@ -18,7 +18,7 @@ def rendezvous(options: Any) -> ProcessGroup:
     """Meet the other ranks.
 
     Raises:
-        DistBackendError: not all have come in time, or they cannot share memory; torch.distributed's too.
+        DistBackendError: not all came in time, or they cannot share memory; an error of both libraries.
     """
     rank, size = options.group_rank, options.group_size
     store = TorchStore(options.store, proves=job_secret(None))

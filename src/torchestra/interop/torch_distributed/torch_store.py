@@ -12,8 +12,8 @@ from torchestra.store import Store
 
 _Base: Any = c10d.Store
 
-# C++ refers to its half of a store only, and calls methods of the Python half: it must not go before. Prefix
-# stores of groups may hold on to it as long as the process lives, so each adopted world leaves one here.
+# C++ refers only to its half of a store, and calls methods of the Python half, which must outlive it. Prefix
+# stores of groups may keep it as long as the process lives, so each adopted world leaves one here.
 _alive: list[AdoptedStore] = []
 
 
@@ -21,7 +21,7 @@ class AdoptedStore(_Base):  # type: ignore[misc]
     """Passes everything on to a store of torchestra. Its errors come back as RuntimeErrors from torch's C++.
 
     Args:
-        store: which.
+        store: the store of torchestra.
     """
 
     def __init__(self, store: Store) -> None:
@@ -35,7 +35,7 @@ class AdoptedStore(_Base):  # type: ignore[misc]
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, which is waited for."""
+        """Wait for a key and return its value."""
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
@@ -43,7 +43,7 @@ class AdoptedStore(_Base):  # type: ignore[misc]
         return self._store.add(key, amount)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put a value at the end of that of a key."""
+        """Append to the value of a key."""
         self._store.append(key, value)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -51,7 +51,7 @@ class AdoptedStore(_Base):  # type: ignore[misc]
         return self._store.compare_set(key, expected_value, desired_value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return self._store.check(list(keys))
 
     def delete_key(self, key: str) -> bool:
@@ -67,7 +67,7 @@ class AdoptedStore(_Base):  # type: ignore[misc]
         return self._store.list_keys()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, which are waited for."""
+        """Wait for several keys and return their values."""
         return self._store.multi_get(list(keys))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -79,7 +79,7 @@ class AdoptedStore(_Base):  # type: ignore[misc]
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
+        """Wait until all keys exist."""
         self._store.wait(list(keys), timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,4 +1,4 @@
-"""Operations that go on, as torch.distributed hands them out: Works whose futures are torch's."""
+"""Pending operations in the form of torch.distributed: Works whose futures are torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchestra.communicator.work import Work
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 
-_NO_LIMIT = (None, timedelta(0))  # what torch's C++ passes for no time-out of the wait's own
+_NO_LIMIT = (None, timedelta(0))  # torch's C++ passes these if the wait has no time-out of its own
 
 AnyFuture = torch.futures.Future[Any]
 
@@ -26,7 +26,7 @@ class TorchestraWork(TorchWork):
         self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done, at most ``timeout`` (None or 0: as long as it may take)."""
+        """Block until the operation is done, at most ``timeout`` (None or 0: the operation's limit)."""
         try:
             return self._work.wait(None if timeout in _NO_LIMIT else timeout)
         except DistError as error:
@@ -61,7 +61,7 @@ class TorchestraWork(TorchWork):
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank that sent, in the group's numbering, of a receive that has ended."""
+        """Return the group rank that sent the message of a finished receive."""
         return self._work.source_rank()
 
     def _source_rank(self) -> int:
@@ -119,7 +119,7 @@ class FinishedWork(TorchWork):
 
 
 def joined(works: Sequence[Work], description: str) -> Work:
-    """Make a Work that ends when several have, with their results in one list or the first error."""
+    """Make a Work that ends when several have ended, with all results in one list or the first error."""
     if not works:
         return Work.finished(description, [])
     whole = Work(description)

@@ -1,4 +1,4 @@
-"""The world of torch.distributed on ranks that somebody else has started: a test's, a notebook's."""
+"""The world of torch.distributed on the ranks of a test or a notebook."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch._C import _distributed_c10d
 from torchestra.errors import NotReadyError
 from torchestra.interop import switch
 
-_torch: Any = distributed  # of whose names the annotations leave out some
+_torch: Any = distributed  # whose annotations leave out some names
 _c10d: Any = _distributed_c10d
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
 def serve_gloo() -> None:
-    """Have torchestra serve what this process calls "gloo", and say nothing of it."""
+    """Make torchestra serve "gloo" in this process, without logging that it does."""
     if not switch.is_on():
         switch.turn_on(telling=False)
 
 
 def join_world(rank: int, size: int, timeout_s: float, store: str | Any) -> None:
-    """Make torch.distributed's default group, of the backend "gloo". To be called by all ranks.
+    """Make torch.distributed's default group, of the backend "gloo". All ranks must call this.
 
     After :func:`serve_gloo` it runs on torchestra's engine.
 
@@ -49,7 +49,7 @@ def leave_world() -> None:
 
 
 def sequence_number() -> int | None:
-    """Return how many operations the default group has seen on this rank; None without a group."""
+    """Return how many operations of the default group this rank has called; None without a group."""
     if not _torch.is_initialized():
         return None
     number: int = _torch.group.WORLD._get_sequence_number_for_group()
@@ -57,22 +57,22 @@ def sequence_number() -> int | None:
 
 
 def serve_store() -> tuple[Any, int]:
-    """Serve a store for ranks that join a world by their environment; return it, and its port.
+    """Serve a store for ranks that join a world by their environment; return it and its port.
 
-    It is served by a thread in C++ for as long as the store is kept.
+    A thread in C++ serves it as long as the store object lives.
     """
     server = _torch.TCPStore("localhost", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
     return server, server.port
 
 
 def store_environment(port: int, name: str) -> dict[str, str]:
-    """Return variables by which ``init_process_group()`` without arguments meets in a served store.
+    """Return the variables with which ``init_process_group()`` without arguments meets in a served store.
 
     They are those of torchrun, whose agent serves a store for its ranks likewise.
 
     Args:
         port: of the store.
-        name: of the world, another one for each that meets in the same store.
+        name: of the world, unique among the worlds that meet in the same store.
     """
     return {
         "MASTER_ADDR": "localhost",
@@ -89,12 +89,12 @@ def shared_store() -> Any:
 
 @contextlib.contextmanager
 def worlds_of_threads() -> Iterator[None]:
-    """Give every thread a torch.distributed of its own meanwhile, as PyTorch's MultiThreadedTestCase does.
+    """Give every thread its own torch.distributed in the block, as PyTorch's MultiThreadedTestCase does.
 
-    Meanwhile torchestra serves "gloo".
+    In the block torchestra serves "gloo".
 
-    torch.distributed keeps its groups per process. What makes it keep them per thread is a part of PyTorch's
-    own test code, without a promise that it stays.
+    torch.distributed keeps its groups per process. A part of PyTorch's own test code makes it keep them per
+    thread; PyTorch does not promise to keep that code.
 
     Raises:
         NotReadyError: this torch has no such part.
@@ -110,7 +110,7 @@ def worlds_of_threads() -> Iterator[None]:
             f"torch {torch.__version__} has no torch.distributed per thread ({error}): use ranks that are"
             " processes"
         ) from error
-    # Its records of what was raised go to whoever collects all records, as pytest does, and only repeat it.
+    # Its records of exceptions go to collectors of all records, such as pytest, and only repeat them.
     calls = logging.getLogger("c10d-NullHandler-default")
     disabled, calls.disabled = calls.disabled, True
     served = switch.is_on()

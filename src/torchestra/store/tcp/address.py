@@ -1,12 +1,12 @@
 """The address of a store: TCP, or a Unix socket without a file.
 
 ``unix:@name`` is Linux's abstract Unix socket: a name in the kernel, gone with the process that bound
-it, however that ends, and open to processes of the same user only (checked by asking the kernel who is
-at the other end). It serves ranks that are known to share a host.
+it, however that ends, and open to processes of the same user only (the kernel tells the peer's user). It
+serves ranks that are known to share a host.
 
-Without a secret TCP stays within the host: a name of this host means its loopback interface, to the one who
-listens and to those who connect, and another host's name is refused. So ranks on one host may call it
-whatever they like, and nothing is ever listened to from outside.
+Without a secret, TCP stays within the host: any name of this host means its loopback interface, for the
+server as for clients, and another host's name is refused. So ranks on one host may use any of its names, and
+the server is never reachable from outside.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _LONGEST_UNIX = 107 + len("unix:@") - 1  # sun_path has room for as many bytes a
 
 
 def _can_be_looked_up(host: str) -> bool:
-    """Return whether the system can be asked for a host: of other texts ``getaddrinfo`` says nothing
-    sensible.
-    """
+    """Return whether ``getaddrinfo`` can look up a host; its answers for other texts are meaningless."""
     if host.startswith(_UNIX):
         return "\0" not in host and len(host.encode(errors="replace")) <= _LONGEST_UNIX
     try:
@@ -56,7 +54,7 @@ class Address:
 
         Raises:
             InvalidArgumentError: the host is not a name, or the port not one of 0 to 65535 (0 only where
-                a server is to choose one).
+                the server chooses one).
         """
         if not isinstance(host, str) or not _can_be_looked_up(host):
             raise InvalidArgumentError(
@@ -77,7 +75,7 @@ class Address:
         return self.host.startswith(_UNIX)
 
     def resolved(self) -> list[tuple[int, Any]]:
-        """Family and socket address of each way to reach it, IPv4 first."""
+        """Return the family and socket address of each way to reach it, IPv4 first."""
         if self.is_unix:
             return [(socket.AF_UNIX, "\0" + self.host[len(_UNIX) :])]
         infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -85,7 +83,7 @@ class Address:
         return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
 
     def reached(self, *, secured: bool) -> list[tuple[int, Any]]:
-        """Return the ways to reach it that may be used: all, or without a secret those within this host.
+        """Return the permitted ways to reach it: all, or without a secret those within this host.
 
         Raises:
             OSError: the name is unknown.
@@ -104,7 +102,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Return whether every way leads to the loopback interface, so that other hosts cannot be meant."""
+        """Return whether all its addresses are loopback ones, so that it cannot mean another host."""
         with contextlib.suppress(OSError):
             return self.is_unix or all(is_loopback(where) for _, where in self.resolved())
         return False
@@ -125,18 +123,18 @@ class Address:
 
 
 def listen(address: Address, *, secured: bool) -> socket.socket:
-    """Return a listening socket on the interface that ``address`` names, on no other.
+    """Return a socket that listens on the interface that ``address`` names, and on no other.
 
     Args:
         address: where to listen.
-        secured: clients have to prove a secret. If not, the socket is on the loopback interface. If so, a
-            host that is known but not an address of this machine (a load balancer's, a container's outer
-            one), or whose name means the loopback interface here only (as Debian has it for a host's own
-            name), is listened for on all interfaces.
+        secured: clients have to prove a secret. If not, the socket is on the loopback interface. If so, it
+            listens on all interfaces for a host that is known but is not an address of this machine (a load
+            balancer's, a container's outer one), or whose name means the loopback interface on this host
+            only (as Debian sets up a host's own name).
 
     Raises:
-        DistNetworkError: the port is in use, the host is not this one, or every interface is asked for
-            without a secret; it says what to do.
+        DistNetworkError: the port is in use, the host is not this one, or ``address`` means every interface
+            and there is no secret; the message says what to do.
     """
     try:
         family, where = address.resolved()[0]
@@ -190,10 +188,10 @@ def _bound(family: int, where: Any) -> socket.socket:
 
 
 def dial(address: Address, deadline: float, *, secured: bool) -> socket.socket:
-    """Connect once, to the first of the host's addresses that answers.
+    """Try once to connect, to the first of the host's addresses that answers.
 
     Raises:
-        OSError: nobody listens, the name is unknown, or the deadline has come.
+        OSError: nobody listens, the name is unknown, or the deadline has passed.
         DistNetworkError: as for :meth:`Address.reached`.
     """
     ways = address.reached(secured=secured)
@@ -227,7 +225,7 @@ def _connect(connection: socket.socket, where: Any, deadline: float) -> None:
         and connection.family != socket.AF_UNIX
         and connection.getsockname() == connection.getpeername()
     ):
-        # TCP lets a socket connect to itself where nobody listens on a port of the ephemeral range.
+        # TCP lets a socket connect to itself if nobody listens on a port of the ephemeral range.
         code = errno.ECONNREFUSED
     if code:
         raise OSError(code, os.strerror(code))
@@ -243,7 +241,7 @@ def wait_ready(connection: socket.socket, events: int, remaining: float) -> bool
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once, and a host that vanished is noticed at last."""
+    """Send small messages at once, and notice eventually when the other host vanishes."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

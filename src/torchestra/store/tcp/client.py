@@ -1,4 +1,4 @@
-"""A store served over the network by one of the ranks, or by a process apart."""
+"""A store served over the network by one of the ranks, or by a separate process."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ WORKERS = f"{INTERNAL_PREFIX}workers"
 
 @checked_methods
 class TCPStore(Store):
-    """A store whose contents are in one process, the master's, and which the others reach over TCP.
+    """A store whose contents are in one process, the master's, and which the other processes reach over TCP.
 
     With ``is_master`` the object also runs the server, in a thread, until it is closed, collected, or its
-    process ends; from then on the others' operations raise :class:`~torchestra.DistNetworkError`. Without a
-    secret it is for processes of one user on one host: whatever name of this host ``host_name`` is, the
-    server listens, and clients connect, on the loopback interface; with one, for all who know it. A client
-    may be started before the master: it tries until the time-out. After a fork the child has connections
-    of its own; the server stays with the parent.
+    process ends; from then on operations of the others raise :class:`~torchestra.DistNetworkError`. Without a
+    secret the store is for processes of one user on one host: whatever name of this host ``host_name`` is,
+    the server listens, and clients connect, on the loopback interface. With a secret it is for all processes
+    that know it. A client may be started before the master: it retries until the time-out. After a fork the
+    child opens its own connections; the server stays with the parent.
 
-    A value may have up to 1 GiB. All operations, the waiting ones too, see Ctrl-C at once and end at their
-    deadline: the time-out, and a few seconds more if the server does not answer.
+    A value may have up to 1 GiB. All operations, the waiting ones too, react to Ctrl-C at once and end at
+    their deadline: the time-out, plus a few seconds if the server does not answer.
 
     Args:
         host_name: where the server is, or the interface the master listens on (that one only).
             ``unix:@name`` is a Unix socket without a file, for processes of one user on one host.
-        port: its port; for a master 0 has one chosen (see :attr:`port`).
-        world_size: how many TCPStores, the master's included, there will be; None if that is open.
+        port: its port; for a master, 0 lets the system choose one (see :attr:`port`).
+        world_size: how many TCPStores, the master's included, there will be; None if unknown.
         is_master: run the server here.
         timeout: for connecting, ``wait_for_workers`` and all later waits; a timedelta or seconds.
-        wait_for_workers: a master with a ``world_size`` waits until so many have connected.
+        wait_for_workers: a master with a ``world_size`` waits until that many have connected.
         multi_tenant: masters of this process with the same host and port share one server.
-        master_listen_fd: a socket that is bound already, for the master to listen on and to own.
-        use_libuv: accepted because torch has it; there is one server here.
-        secret: what both sides prove to know; the environment variable TORCHESTRA_SECRET if None.
+        master_listen_fd: a bound socket, for the master to listen on and to own.
+        use_libuv: accepted because torch has it; torchestra has only one kind of server.
+        secret: both sides prove that they know it; the environment variable TORCHESTRA_SECRET if None.
 
     Raises:
-        DistNetworkError: nobody answered in time, the port is in use, or the secrets differ; or there is no
-            secret, and other hosts or users are involved.
-        StoreTimeoutError: not all workers came.
+        DistNetworkError: no server answered in time, the port is in use, or the secrets differ; or
+            there is no secret, and other hosts or users are involved.
+        StoreTimeoutError: not all workers connected in time.
         InvalidArgumentError: the port is not one of 0 to 65535, or 0 for a client.
 
     Attributes:
@@ -187,10 +187,10 @@ class TCPStore(Store):
         return self._number(Request.QUEUE_LENGTH, [key.encode()])
 
     def clone(self) -> Store:
-        """Return a client of the same server, with a time-out and connections of its own, from the first
+        """Return a client of the same server, with its own time-out, and its own connections from its first
         request on.
 
-        Groups make clones for threads that may never ask anything, and a server has only so many connections.
+        Groups make clones for threads that may never send a request, and a server's connections are limited.
         """
         twin = copy.copy(self)
         twin._server = None
@@ -205,7 +205,7 @@ class TCPStore(Store):
         return f"TCPStore({self._address})"
 
     def _ask(self, request: Request, fields: list[bytes], count: int | None = 1) -> list[bytes]:
-        """Return the fields of the answer, of which there must be ``count``, if that is not None."""
+        """Return the fields of the reply; there must be ``count`` of them unless that is None."""
         return self._fields(*self._request(request, fields, self._seconds(None)), count)
 
     def _ask_and_wait(self, request: Request, keys: list[str], timeout_s: float) -> list[bytes]:
@@ -234,7 +234,7 @@ class TCPStore(Store):
         return answer
 
     def _report_for_work(self, world_size: int, wait: bool) -> None:
-        """Count this store in; the last of a round says so under a key that the master waits for."""
+        """Count this store in; the last of a round sets the key that the master waits for."""
         started = time.monotonic()
         number = self._number(Request.ADD, [WORKERS.encode(), b"1"])
         turn = (number - 1) // world_size

@@ -35,15 +35,15 @@ class Connection:
 
     Args:
         address: where the server listens.
-        secret: what both sides prove to know; None if there is none.
+        secret: both sides prove that they know it; None if there is none.
         deadline: when to stop trying, on the monotonic clock.
         own: whether the server is in this process.
 
     Raises:
-        OSError: there is no server yet, or it went away in between; worth another try. Of these,
-            TimeoutError means that the server took the connection and then said nothing for a while.
-        DistNetworkError: what listens there is something else, or has another version or secret; or there is
-            no secret, and it is on another host or of another user.
+        OSError: there is no server yet, or it went away; another try makes sense. A TimeoutError means
+            that the server accepted the connection and then sent nothing for a while.
+        DistNetworkError: another kind of server listens there, or one of another version or secret; or
+            there is no secret, and the server is on another host or of another user.
     """
 
     def __init__(self, address: Address, secret: bytes | None, deadline: float, *, own: bool = False) -> None:
@@ -58,12 +58,13 @@ class Connection:
             raise
 
     def request(self, code: int, fields: Sequence[bytes], deadline: float) -> tuple[int, list[bytes]]:
-        """Send a request and returns the reply's code and fields.
+        """Send a request and return the reply's code and fields.
 
         Raises:
             InvalidArgumentError: the request is too large; nothing has been sent.
             ProtocolError: the reply makes no sense.
-            OSError: the connection broke, or (TimeoutError) the deadline came. It is of no more use then.
+            OSError: the connection broke, or (TimeoutError) the deadline passed. The connection is then
+                unusable.
         """
         try:
             message = encode(code, fields)
@@ -77,11 +78,11 @@ class Connection:
             self._receive(deadline)
 
     def close(self) -> None:
-        """End the connection; the server forgets what it waited for."""
+        """Close the connection; the server drops its pending wait."""
         self._socket.close()
 
     def interrupt(self) -> None:
-        """End the request that another thread has under way with an error there."""
+        """Make the pending request of another thread fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -108,7 +109,7 @@ class Connection:
             self._check_user()
             return
         self._send([proof(secret, "store client", nonce, theirs.nonce)], deadline)
-        # A server that closes the connection here was too busy, not dissatisfied: it would have said so.
+        # A server that closes the connection here was too busy: had it refused, it would have said so.
         answer = self._take(PROOF_BYTES, deadline)
         if is_proof(answer, secret, "store server", nonce, theirs.nonce):
             return
@@ -121,7 +122,7 @@ class Connection:
         )
 
     def _check_user(self) -> None:
-        """Without a secret the server must be this user's. It has greeted, so the kernel knows its user."""
+        """Without a secret, check that the server is this user's; after its hello the kernel knows."""
         user = peer_user(self._socket)
         if user == CLOSED:
             raise ConnectionResetError("the server closed the connection")
@@ -162,7 +163,7 @@ class Connection:
 
     def _receive(self, deadline: float) -> None:
         data = None
-        # What was asked for a moment ago is not there yet, so the wait comes first.
+        # The reply to a request just sent is not there yet, so the wait comes first.
         while data is None:
             if wait_ready(self._socket, select.POLLIN, _remaining(deadline)):
                 with contextlib.suppress(BlockingIOError):

@@ -1,8 +1,8 @@
 """Locality: this host's addresses, and the owners of connections; a store without a secret relies on them.
 
-Without a secret a store is for the processes of one user on one host. Which host is told by addresses, see
-:func:`is_own`; which user by the kernel: of a Unix socket with ``SO_PEERCRED``, of a TCP connection within
-the host by ``sock_diag`` (what ``ss -e`` shows), which knows the owner of either end.
+Without a secret a store is for the processes of one user on one host. Addresses tell the host, see
+:func:`is_own`; the kernel tells the user: of a Unix socket by ``SO_PEERCRED``, of a TCP connection within
+the host by ``sock_diag`` (as shown by ``ss -e``), which knows the owner of either end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 CLOSED = -1
-"""In place of a user: the end of a connection that its process has closed belongs to nobody."""
+"""In place of a user id: the process at that end of the connection has closed it."""
 
 _LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 _ANY_PORT = 9
@@ -43,9 +43,9 @@ def is_unspecified(where: Any) -> bool:
 
 
 def is_own(family: int, where: Any) -> bool:
-    """Return whether a socket address is one of this host's: what is sent to it would also be sent from it.
+    """Return whether a socket address is one of this host's: packets to it would also be sent from it.
 
-    Nothing is sent to find out.
+    The check sends nothing.
     """
     if is_loopback(where) or is_unspecified(where):
         return True
@@ -54,12 +54,12 @@ def is_own(family: int, where: Any) -> bool:
             probe.connect((where[0], _ANY_PORT, *where[2:]))
             return bool(probe.getsockname()[0] == where[0])
     except OSError:
-        # There is no way there, or (IPv6 may be switched off) none to any such address.
+        # There is no route to it, or (IPv6 may be switched off) to any such address.
         return False
 
 
 def loopback_of(family: int, where: Any) -> Any:
-    """Return the same port at the loopback interface; an address that is there already stays as it is."""
+    """Return the same port on the loopback interface; a loopback address is returned as it is."""
     return where if is_loopback(where) else (_LOOPBACK[socket.AddressFamily(family)], *where[1:2])
 
 
@@ -67,7 +67,7 @@ def peer_user(connection: socket.socket) -> int | None:
     """Return the user id of the process at the other end of a connection within this host.
 
     Returns:
-        None if the kernel does not tell, as it does not of a connection to another host. :data:`CLOSED` if
+        None if the kernel does not tell, as for a connection to another host. :data:`CLOSED` if
         the other end is closed already.
     """
     if connection.family == socket.AF_UNIX:
@@ -78,16 +78,14 @@ def peer_user(connection: socket.socket) -> int | None:
         user = _owner(connection.family, theirs, mine)
         if user is not None:
             return user
-        # A kernel without sock_diag for TCP finds nothing at all, not even the end that is surely there.
+        # A kernel without sock_diag for TCP finds nothing at all, not even this end, which surely exists.
         return None if _owner(connection.family, mine, theirs) is None else CLOSED
     except OSError:
         return None
 
 
 def _owner(family: int, end: Any, other: Any) -> int | None:
-    """Return the user of a TCP socket by its two addresses; CLOSED if it is being closed, None if there is
-    none.
-    """
+    """Return the user of the TCP socket with these addresses; CLOSED if closing, None if there is none."""
     ports = struct.pack("!HH", end[1], other[1])
     addresses = [
         socket.inet_pton(family, host[0].partition("%")[0]).ljust(16, b"\0") for host in (end, other)
@@ -100,5 +98,5 @@ def _owner(family: int, end: Any, other: Any) -> int | None:
     if len(answer) < _HEAD.size + _ANSWER.size or _HEAD.unpack_from(answer)[1] == _ERROR:
         return None
     _, state, *_, user = _ANSWER.unpack_from(answer, _HEAD.size)
-    # Of a socket that its process has closed the kernel says user 0.
+    # For a socket that its process has closed, the kernel reports user 0.
     return int(user) if state == _ESTABLISHED else CLOSED

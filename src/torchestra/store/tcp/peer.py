@@ -1,4 +1,4 @@
-"""The server's side of one connection: what came in, what is to go out, and how far it has got."""
+"""The server's side of one connection: its input, its output and its stage."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Peer:
     """One connection. Everything that can go wrong with it is an OSError or a ProtocolError.
 
     Args:
-        secret: what the client must prove to know; None if there is none.
-        stranger: the user of the client, if it is to be refused as that of another one.
+        secret: the client must prove that it knows it; None if there is none.
+        stranger: the user id of a client that is to be refused because it belongs to another user.
 
     Attributes:
         stage: strangers are at HELLO or PROOF, clients at READY.
@@ -68,17 +68,17 @@ class Peer:
 
     @property
     def sending(self) -> bool:
-        """Return whether something that is to go out has not gone yet; nothing is read meanwhile."""
+        """Return whether there is unsent output; nothing is read meanwhile."""
         return bool(self._outbox)
 
     @property
     def has_more(self) -> bool:
-        """Return whether bytes have come that belong to no request answered or parked so far."""
+        """Return whether bytes have arrived that belong to no request answered or parked so far."""
         return len(self._decoder) > 0
 
     @property
     def has_gone(self) -> bool:
-        """Return whether the client has hung up, as far as is known here; asked of those who wait."""
+        """Return whether the client is known to have hung up; the server asks this of waiting clients."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -87,9 +87,9 @@ class Peer:
             return True
 
     def receive(self) -> None:
-        """Take in what has come, up to a quarter of a megabyte, so that the others get their turn.
+        """Read what has arrived, up to a quarter of a megabyte, so that other clients get their turn.
 
-        Of a stranger no more than the next step of the handshake has.
+        From a stranger, read no more than the next step of the handshake.
         """
         try:
             data = self.connection.recv(self._wanted())
@@ -102,12 +102,12 @@ class Peer:
             raise ProtocolError("a request came while another one was waiting")
 
     def send(self, buffers: Iterable[Buffer]) -> None:
-        """Send what the socket takes and keeps the rest for :meth:`flush`."""
+        """Send as much as the socket takes and keep the rest for :meth:`flush`."""
         self._outbox.extend(memoryview(buffer) for buffer in buffers)
         self.flush()
 
     def flush(self) -> None:
-        """Go on sending."""
+        """Send more of the pending output."""
         while self._outbox:
             buffer = self._outbox[0]
             try:
@@ -120,7 +120,7 @@ class Peer:
                 self._outbox[0] = buffer[sent:]
 
     def shake_hands(self) -> bool:
-        """Go through as much of the handshake as has come; returns whether there was progress."""
+        """Process the part of the handshake that has arrived; return whether there was progress."""
         if self.stage is Stage.HELLO:
             return self._greet()
         return self._verify()
@@ -134,7 +134,7 @@ class Peer:
         return f"a client at {where[0]}:{where[1]}" if isinstance(where, tuple) else "a client on this host"
 
     def next_message(self) -> tuple[int, list[bytes]] | None:
-        """Return the next request, if it has come as a whole."""
+        """Return the next request, if it has arrived completely."""
         return self._decoder.message()
 
     def _wanted(self) -> int:

@@ -1,8 +1,8 @@
-"""A client's connections to one server: as many as there are threads in a request at the same time.
+"""A client's connections to one server: as many as threads make requests concurrently.
 
 A thread takes an idle connection, or opens one, and puts it back after the reply. So a thread that
-waits holds up no other, threads that come and go leave nothing behind, and a connection whose request
-was broken off (by Ctrl-C, a deadline, an error) is closed rather than used again in an unknown state.
+waits holds up no other, short-lived threads leave nothing behind, and a connection whose request was
+interrupted (by Ctrl-C, a deadline, an error) is closed rather than reused in an unknown state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ConnectionPool:
 
     Args:
         address: where the server listens.
-        secret: what both sides prove to know.
+        secret: both sides prove that they know it.
         own: whether the server is in this process.
     """
 
@@ -54,10 +54,10 @@ class ConnectionPool:
         forget_in_children(self)
 
     def connect(self, timeout_s: float) -> None:
-        """Make sure that there is a server; waits for it to start, up to ``timeout_s``.
+        """Make sure that there is a server; wait at most ``timeout_s`` for it to start.
 
         Raises:
-            DistNetworkError: there is none, or it will not have us.
+            DistNetworkError: there is none, or it refuses this client.
         """
         self._give_back(self._take(timeout_s))
 
@@ -107,7 +107,7 @@ class ConnectionPool:
             self._idle.clear()
 
     def forget(self) -> None:
-        """In a forked child: lets go of the parent's connections, and connects anew when needed."""
+        """In a forked child, drop the parent's connections; new ones are opened when needed."""
         self._own = False
         self._lock = threading.Lock()
         for connection in self._all:
@@ -147,7 +147,7 @@ class ConnectionPool:
 
 
 def invalid_reply(address: Address, what: str) -> DistNetworkError:
-    """Return the error that an answer of the server makes no sense."""
+    """Return the error for a server's reply that makes no sense."""
     return DistNetworkError(
         f"the server of TCPStore({address}) gave an answer that makes no sense ({what}); "
         "use the same torchestra on all ranks"
@@ -155,10 +155,10 @@ def invalid_reply(address: Address, what: str) -> DistNetworkError:
 
 
 def retried(address: Address, connect: Callable[[float], _T], timeout_s: float) -> _T:
-    """Connect, again and again until it works: the server may start later than its clients.
+    """Connect, retrying until it works: the server may start later than its clients.
 
     Args:
-        address: where, for messages.
+        address: of the server, for messages.
         connect: makes one attempt, given the deadline; raises OSError if another one makes sense.
 
     Raises:
@@ -172,7 +172,7 @@ def retried(address: Address, connect: Callable[[float], _T], timeout_s: float) 
         try:
             return connect(max(deadline, started + _SHORTEST_ATTEMPT))
         except OSError as error:
-            # Not the error itself: with its traceback it would keep alive all that is on the stack.
+            # Not the error itself: its traceback would keep everything on the stack alive.
             reason = error.strerror or str(error)
             if error.errno == errno.ENETUNREACH and address.host in _LOOPBACK:
                 raise DistNetworkError(

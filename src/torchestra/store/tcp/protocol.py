@@ -11,22 +11,22 @@ A connection begins with a handshake of fixed size::
 Each side proves that it knows the secret by answering the other's random challenge; the secret itself
 never travels, and a proof is good for one connection only. To a wrong proof the server answers with
 :data:`REFUSAL`, so that the client can tell it from a server that was too busy and let the connection go.
-A side that finds the other's version or method to be another than its own says what it has to say and
-goes. ``own`` is 1 if the client lives in the server's process, so that the server can tell whether others
-are left when that process ends.
+A side that finds that the other's version or method differs from its own sends its part and closes the
+connection. ``own`` is 1 if the client is in the server's process, so that the server can tell whether other
+clients are left when that process ends.
 
 After that the client sends requests and the server answers each with one reply, both as messages::
 
     message = code:u8  length:u32  field*        (big-endian; length is that of the fields)
     field   = length:u32  bytes
 
-Keys are UTF-8; numbers (amounts, counts, milliseconds) are decimal text. What the fields of each
-request are is told at :class:`Request`. While a request waits at the server (its key is not there yet)
-nothing else may be sent on that connection; to give up, the client closes it.
+Keys are UTF-8; numbers (amounts, counts, milliseconds) are decimal text. See :class:`Request`
+for the fields of each request. While a request waits at the server (its key does not exist yet), the client
+may send nothing else on that connection; to give up, it closes the connection.
 
 Limits: a message may have up to :data:`MAX_MESSAGE` bytes, 1 GiB, so that values of hundreds of
-megabytes pass, and :data:`MAX_FIELDS` fields. A reader makes room only for bytes that have come, so a lie
-about a length costs it nothing. Until the handshake is done only its fixed size is read.
+megabytes pass, and :data:`MAX_FIELDS` fields. A reader allocates memory only for bytes that have arrived,
+so a false length costs it nothing. Until the handshake is done only its fixed size is read.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ Buffer = Union[bytes, memoryview]
 
 
 class ProtocolError(Exception):
-    """The other side does not keep to the protocol."""
+    """The other side violates the protocol."""
 
 
 class RefusedError(ProtocolError):
-    """The other side keeps to the protocol, but is not one of this job's."""
+    """The other side follows the protocol, but does not belong to this job."""
 
 
 class AuthMethod(enum.IntEnum):
-    """The ways in which the sides prove who they are."""
+    """How the two sides authenticate each other."""
 
     NONE = 0
     HMAC_SHA256 = 1
-    OTHER_USER = 2  # said by a server without a secret to a client of another user, which it refuses
+    OTHER_USER = 2  # sent by a server without a secret to a client of another user, which it refuses
 
 
 class Request(enum.IntEnum):
@@ -115,7 +115,7 @@ class Hello:
 
     @classmethod
     def decode(cls, data: bytes, *, from_client: bool) -> Hello:
-        """Read a hello; raises :class:`ProtocolError` if it is something else."""
+        """Decode a hello; raise :class:`ProtocolError` if ``data`` is none."""
         magic, version, method, own, nonce = _HELLO.unpack(data)
         if magic != (_CLIENT_MAGIC if from_client else _SERVER_MAGIC):
             raise ProtocolError(f"not a hello: {magic!r}")
@@ -132,7 +132,7 @@ def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:
     """Return a message as buffers to be sent one after the other; large fields are not copied.
 
     Raises:
-        ProtocolError: it would be larger than :data:`MAX_MESSAGE`, or have more than :data:`MAX_FIELDS`.
+        ProtocolError: it would exceed :data:`MAX_MESSAGE` bytes or :data:`MAX_FIELDS` fields.
     """
     if len(fields) > MAX_FIELDS:
         raise ProtocolError(f"{len(fields)} fields are more than a message may have ({MAX_FIELDS})")
@@ -154,7 +154,7 @@ def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:
 
 
 def number(field: bytes) -> int:
-    """Return the number in a field; raises :class:`ProtocolError` if it is none of a sensible length."""
+    """Return the number in a field; raise :class:`ProtocolError` if it holds none of a sensible length."""
     try:
         if len(field) > 40:
             raise ValueError
@@ -173,10 +173,10 @@ class Decoder:
         return len(self._buffer)
 
     def bytes_wanted(self, most: int) -> int:
-        """Return how many bytes to receive next: what is lacking of a message of known length, within bounds.
+        """Return how many bytes to receive next: the rest of a message of known length, within bounds.
 
-        Room for them is made and given back again, which costs much more for a megabyte than for a short
-        message.
+        The receiver allocates and frees that much memory, which costs much more for a megabyte than for a
+        short message.
         """
         if len(self._buffer) < _HEAD.size:
             return _LEAST_WANTED
@@ -184,7 +184,7 @@ class Decoder:
         return min(most, max(_LEAST_WANTED, int(_HEAD.size + size - len(self._buffer))))
 
     def feed(self, data: Buffer) -> None:
-        """Add what was received."""
+        """Add received bytes."""
         self._buffer += data
 
     def take(self, size: int) -> bytes | None:
@@ -196,7 +196,7 @@ class Decoder:
         return taken
 
     def start(self) -> bytes:
-        """Up to four bytes of what comes next."""
+        """Return the next bytes, at most four."""
         return bytes(self._buffer[:4])
 
     def message(self) -> tuple[int, list[bytes]] | None:

@@ -18,7 +18,7 @@ Waker = Callable[[Outcome], bool]
 
 @dataclass(frozen=True)
 class Waiting:
-    """The request is parked; its waker will be called, or it is to be cancelled after ``timeout_s``."""
+    """A parked request: its waker will be called, or the server cancels it after ``timeout_s``."""
 
     wait: PendingWait | PendingPop
     timeout_s: float
@@ -28,11 +28,11 @@ def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Out
     """Carry out a request.
 
     Args:
-        wake: called with the outcome of a parked request once its keys have come; returns whether the
+        wake: called with the outcome of a parked request once its keys exist; returns whether the
             client is still there.
 
     Raises:
-        ProtocolError: there is no such request, or it has other fields.
+        ProtocolError: there is no such request, or its fields are wrong.
     """
     handler = _HANDLERS.get(code)
     if handler is None:

@@ -1,16 +1,16 @@
 """The server of a TCPStore: one thread, one selector, one table.
 
-Every client is served from the one thread, so requests need no lock and each is one step. A request for
-a key that is not there is parked in the table and answered by the ``set`` that brings it; the server
-never polls, and sleeps in the selector until a byte, or the next deadline, comes.
+The one thread serves every client, so requests need no lock and each is one step. A request for a key that
+does not exist is parked in the table and answered by the ``set`` that creates the key; the server never
+polls, and sleeps in the selector until a byte arrives or the next deadline passes.
 
-What a client does wrong ends its own connection only. Strangers, that is connections that have not
-finished the handshake, are held at little cost: 72 bytes are read of each, they have
-:data:`HANDSHAKE_SECONDS` to finish, and there are :data:`MOST_STRANGERS` at most. When more come, the oldest
-is dropped if it has had a moment for the handshake (a real client that is dropped tries again); if not, the
-newcomers wait in the kernel's queue. So floods and silent connections leave room for the clients, and
-thousands of clients that come at once get in, one after the other, rather than drive each other out. Who is
-refused for good (another secret, or another user where there is no secret) is told in the log.
+A client's mistake ends only its own connection. Strangers, that is connections that have not finished the
+handshake, cost little: the server reads 72 bytes from each, gives it :data:`HANDSHAKE_SECONDS` to finish, and
+holds at most :data:`MOST_STRANGERS`. When more arrive, the oldest is dropped if it has had a moment for the
+handshake (a real client that is dropped tries again); if not, newcomers wait in the kernel's queue. So floods
+and silent connections leave room for clients, and thousands of clients that connect at once are admitted one
+after the other, rather than drop each other. The log tells which clients are refused for good (another
+secret, or another user where there is no secret).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _log = logging.getLogger(__name__)
 class TCPStoreServer:
     """Serves a store to the TCPStores of this and other processes until :meth:`close`.
 
-    A TCPStore with ``is_master=True`` makes one for itself. Made by hand, or by
-    ``python -m torchestra.store.tcp``, it serves from a process that is not one of the ranks. It runs in a
+    A TCPStore with ``is_master=True`` creates one for itself. Created explicitly, or by
+    ``python -m torchestra.store.tcp``, it may serve from a process that is not one of the ranks. It runs in a
     daemon thread of its own and ends with its process at the latest.
 
     Args:
         host: the name or address of the interface to listen on; only that one is opened, so ``127.0.0.1``
             and ``localhost`` are reached from this host only. ``unix:@name`` is a Unix socket without a
             file, for processes of the same user on this host.
-        port: where to listen; 0 has one chosen, see :attr:`port`.
-        secret: what clients must prove to know; the environment variable TORCHESTRA_SECRET if None. With
-            neither, only processes of the same user on this host may use the store, and it listens on the
-            loopback interface, whatever name of this host ``host`` is.
-        listen_fd: the descriptor of a socket that is bound already, in place of host and port. The
+        port: where to listen; 0 lets the system choose one, see :attr:`port`.
+        secret: clients must prove that they know it; the environment variable TORCHESTRA_SECRET if None.
+            With neither, only processes of the same user on this host may use the store, and it listens on
+            the loopback interface, whatever name of this host ``host`` is.
+        listen_fd: the descriptor of a bound socket, in place of host and port. The
             server takes it over and closes it.
 
     Raises:
@@ -87,7 +87,7 @@ class TCPStoreServer:
         self._address = Address(host, 0 if address.is_unix else int(self._listener.getsockname()[1]))
         self._table = Table()
         self._peers: set[Peer] = set()
-        self._strangers: dict[Peer, float] = {}  # and when they came, the oldest first
+        self._strangers: dict[Peer, float] = {}  # and when they connected, the oldest first
         self._deadlines: list[tuple[float, int, Peer]] = []
         self._counter = itertools.count()
         self._woken: list[tuple[Peer, Outcome]] = []
@@ -104,7 +104,7 @@ class TCPStoreServer:
 
     @property
     def host(self) -> str:
-        """Return the host it was told to listen on."""
+        """Return the host that it was given to listen on."""
         return self._address.host
 
     @property
@@ -114,7 +114,7 @@ class TCPStoreServer:
 
     @property
     def closed(self) -> bool:
-        """Return whether it serves no more."""
+        """Return whether it has stopped serving."""
         return self._closing
 
     def uses_secret(self, secret: bytes | None) -> bool:
@@ -122,24 +122,24 @@ class TCPStoreServer:
         return self._secret == secret
 
     def linger(self, timeout_s: float) -> None:
-        """Wait, up to ``timeout_s`` seconds, until no client from another process is connected."""
+        """Wait at most ``timeout_s`` seconds until no client from another process is connected."""
         for _ in pauses(timeout_s):
             if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
                 return
 
     def close(self) -> None:
-        """End every connection and frees the port. Closing twice is no error."""
+        """Close every connection and free the port. Closing twice is no error."""
         if self._closing:
             return
         self._closing = True
-        # The thread may have woken by itself, seen that it is to end, and closed the waker already.
+        # The thread may have woken, seen that it is to end, and closed the waker already.
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
 
     def forget(self) -> None:
-        """In a forked child, where the thread does not exist: closes the inherited descriptors."""
+        """In a forked child, where the thread does not exist, close the inherited descriptors."""
         self._closing = True
         self._release()
 
@@ -179,7 +179,7 @@ class TCPStoreServer:
             end.close()
 
     def _guarded(self, peer: Peer, action: Callable[[Peer], None]) -> None:
-        """Run an action for a peer; what goes wrong ends that peer's connection and nothing else."""
+        """Run an action for a peer; an error ends only that peer's connection."""
         if peer.closed:
             return
         try:
@@ -238,7 +238,7 @@ class TCPStoreServer:
         def wake(outcome: Outcome) -> bool:
             if peer.closed or peer.has_gone:
                 return False
-            # This is in the midst of another peer's request, so the answer is only noted down.
+            # Another peer's request is being processed, so the answer is only queued.
             self._woken.append((peer, outcome))
             return True
 
@@ -291,7 +291,7 @@ class TCPStoreServer:
         self._set_deadline(peer, now + HANDSHAKE_SECONDS)
 
     def _dismiss_one(self) -> bool:
-        """Drop the oldest stranger if it has had its moment; else take in nobody until it has."""
+        """Drop the oldest stranger if it has had its moment; else accept nobody until it has."""
         oldest, came = next(iter(self._strangers.items()))
         if time.monotonic() - came < _MOMENT:
             self._pause(came + _MOMENT)
@@ -300,26 +300,24 @@ class TCPStoreServer:
         return True
 
     def _pause(self, until: float) -> None:
-        """Take in nobody for a while."""
+        """Accept no connection until a moment of the monotonic clock."""
         self._selector.unregister(self._listener)
         self._resume_at = until
 
     def _resume_soon(self) -> None:
-        """There is room."""
+        """Accept connections again: there is room."""
         if self._resume_at is not None:
             self._resume_at = time.monotonic()
 
     def _other_user(self, connection: socket.socket) -> int | None:
-        """Return the user at the other end, if it is another one and that matters: with a secret, TCP is for
-        all.
-        """
+        """Return the user id of a client to refuse: another user's, where there is no secret."""
         if connection.family != socket.AF_UNIX and self._secret is not None:
             return None
         user = peer_user(connection)
         return None if user == os.geteuid() else user
 
     def _make_room(self, error: OSError) -> None:
-        """No descriptors are left: strangers go first; if there are none, newcomers wait a little."""
+        """Make room when no descriptors are left: drop strangers; if there are none, let newcomers wait."""
         if self._strangers:
             for peer in list(self._strangers):
                 self._drop(peer)

@@ -1,4 +1,4 @@
-"""The server of a master: one of its own, or one that several masters of the process share."""
+"""The server of a master: its own, or one that several masters of the process share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _kept: dict[Address, ServerLease] = {}
 
 
 class ServerLease:
-    """A master's right to a server. A shared server ends with its last lease.
+    """A master's share in a server. A shared server ends with its last lease.
 
     Args:
         address: where to listen.
         secret: what clients must prove to know.
         listen_fd: a bound socket to listen on.
-        shared: whether to use, and to be, a server that other masters at this address use.
+        shared: whether to share the server with other masters at this address.
 
     Raises:
-        DistNetworkError: the port is in use by something else.
+        DistNetworkError: something else uses the port.
         InvalidArgumentError: the shared server has another secret.
     """
 
@@ -40,7 +40,7 @@ class ServerLease:
             return
         with _lock:
             entry = _shared.get(address)
-            # A forked child finds its parent's servers here, which are closed for it.
+            # A forked child finds its parent's servers here, which are closed in it.
             if entry is None or entry[0].closed:
                 server = TCPStoreServer(address.host, address.port, secret=secret, listen_fd=listen_fd)
                 entry = (server, set())
@@ -54,7 +54,7 @@ class ServerLease:
             leases.add(id(self))
 
     def end(self) -> None:
-        """Give the right up; closes the server if it was the last."""
+        """End the lease; close the server if it was the last one."""
         if self._key is None:
             self.server.close()
             return
@@ -69,16 +69,15 @@ class ServerLease:
 
 
 def keep_server(host: str, port: int, secret: bytes | None) -> int:
-    """Have the shared server at an address run until the process ends, starting it if there is none; its
-    port.
+    """Keep the shared server at an address until the process ends, starting it if needed; return its port.
 
-    The others may come again for another world at any time after this process left the last one, so the
-    server must not end in between. And they may have something to ask when this process is done already,
-    so its end is put off, by up to 3 seconds, until they have gone too (unless it ends by an exception).
+    Other processes may join another world at any time after this process left the last one, so the server
+    must not end in between. They may also still send requests when this process has finished, so its end is
+    delayed, by at most 3 seconds, until they have gone too (unless an exception ends it).
 
     Args:
         host: the interface to listen on.
-        port: the port; 0 has a free one chosen, by a server of its own, which has it from then on.
+        port: the port; 0 starts a server of its own on a free port.
         secret: what clients must prove to know.
 
     Raises:
@@ -92,7 +91,7 @@ def keep_server(host: str, port: int, secret: bytes | None) -> int:
             kept = ServerLease(address, secret, shared=True)
             address = Address(host, kept.server.port)
             _kept[address] = kept
-            # Other than atexit, this is also called at the end of a multiprocessing child.
+            # Unlike atexit, this is also called at the end of a multiprocessing child.
             multiprocessing.util.Finalize(None, _see_off, (address,), exitpriority=1)
     return kept.server.port
 

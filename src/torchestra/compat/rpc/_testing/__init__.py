@@ -14,5 +14,5 @@ __all__ = [
 
 
 def is_available() -> bool:
-    """Return whether there are such workers: always."""
+    """Return True: such workers are always available."""
     return True
