@@ -2,13 +2,13 @@
 
 Ranks are the group's own. Every collective goes one of two ways:
 
-* by an *entry*, a builtin function in the place of the method, which serves plain calls where the engine has
-  kernels (entries.py);
+* by an *entry*, a builtin function that replaces the method and serves plain calls if the engine has kernels
+  (entries.py);
 * the general way, :meth:`Communicator.collective`: the arguments are checked by the operation's row of the
-  table (engine/operations.py, tensors/arguments.py), the queue says when it runs (queue.py), and the engine
-  runs it. Tensors that are not contiguous are copied before and back after (tensors/contiguity.py). The
-  tensors of GPUs are copied through the host (host_staging.py), unless a communicator of their own serves
-  them (device_routing.py); sparse ones have a sum of their own (tensors/sparse.py).
+  table (engine/operations.py, tensors/arguments.py), the queue decides when it runs (queue.py), and the
+  engine runs it. Tensors that are not contiguous are copied before and back after (tensors/contiguity.py).
+  Tensors on GPUs are copied through the host (host_staging.py), unless a communicator of their own serves
+  them (device_routing.py); sparse tensors are summed in tensors/sparse.py.
 
 Blocking messages have entries, too; otherwise messages are in point_to_point.py, and operations on several
 tensors of each rank in multi_tensor.py.
@@ -58,18 +58,18 @@ _ONE_HOST = Hosts([[0]], [""])
 
 
 class Communicator:
-    """One rank's end of a group. Every collective is to be called by all ranks, in the same order.
+    """Run a group's operations on one rank. Every collective is to be called by all ranks, in the same order.
 
     Args:
         engine: runs the operations.
         name: of the group.
         timeout_s: how long an operation may wait for other ranks, if it has no time-out of its own.
-        queue: in which the operations run; default: one in the order of the program.
+        queue: the queue that orders the operations; default: one in the order of the program.
 
     Attributes:
         has_met: whether the ranks of the group have met.
-        delegation: what serves tensors of devices; None if these go through the host.
-        messages: what sends and receives tensors of the device that this communicator is for; else None.
+        delegation: serves tensors of devices; None if these go through the host.
+        messages: sends and receives tensors of the device that this communicator is for; else None.
     """
 
     has_met = True
@@ -144,9 +144,9 @@ class Communicator:
         """Run any collective of the table.
 
         Args:
-            row: which.
-            output, input: what it fills and what it reads: a tensor, or a list with one for each rank. Of an
-                operation in place both are the same; None where only the root gives them, or there are none.
+            row: the collective.
+            output, input: the tensors that it fills and reads: one tensor, or a list with one for each rank.
+                For an operation in place both are the same; None if only the root has them, or nobody.
             splits: the split sizes of output and input.
             async_op: return the operation's Work at once; else None is returned when it is done.
             timeout_s: how long it may wait for other ranks; default: the group's time-out.
@@ -229,9 +229,9 @@ class Communicator:
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work | None:
-        """:meth:`all_reduce` of each of some tensors of one dtype, as one operation; nothing is packed.
+        """Do :meth:`all_reduce` of each of some tensors of one dtype, as one operation; nothing is packed.
 
-        The ranks' lists must have as many elements in all; how these are cut into tensors is not compared.
+        The ranks' lists must have equally many elements in total; the tensors' sizes are not compared.
         """
         if self.engine.delegates:
             return self.engine.delegate(  # type: ignore[no-any-return]
@@ -308,7 +308,7 @@ class Communicator:
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work | None:
-        """Put every rank's tensor into one of the root's outputs, a list; elsewhere None."""
+        """Put every rank's tensor into one of the root's outputs, a list; None on the other ranks."""
         return self.collective(GATHER, outputs, tensor, None, root, async_op=async_op, timeout_s=timeout_s)
 
     def scatter(
@@ -319,7 +319,7 @@ class Communicator:
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work | None:
-        """Put one of the root's tensors, a list, into each rank's output; elsewhere None."""
+        """Put one of the root's tensors, a list, into each rank's output; None on the other ranks."""
         return self.collective(SCATTER, output, tensors, None, root, async_op=async_op, timeout_s=timeout_s)
 
     def reduce_scatter(
@@ -330,7 +330,7 @@ class Communicator:
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work | None:
-        """Reduce the ranks' tensors for this rank, of a list of each, into its output."""
+        """Reduce into this rank's output the tensors for it, one in the list of each rank."""
         return self.collective(REDUCE_SCATTER, output, tensors, op, async_op=async_op, timeout_s=timeout_s)
 
     def reduce_scatter_tensor(
@@ -355,7 +355,7 @@ class Communicator:
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work | None:
-        """Send each rank a range of rows, and receive one from each; lengths in rows, None for equal ones."""
+        """Send each rank a range of rows, and receive one from each; splits count rows, None means equal."""
         splits = (output_splits, input_splits)
         return self.collective(
             ALL_TO_ALL_SINGLE, output, tensor, splits=splits, async_op=async_op, timeout_s=timeout_s
@@ -364,17 +364,17 @@ class Communicator:
     def scan(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
-        """Replace the tensor by the reduction of those of the ranks up to this one."""
+        """Replace the tensor by the reduction of the tensors of the ranks up to this one."""
         return self.collective(SCAN, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
 
     def exscan(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
-        """Replace the tensor by the reduction of those of the ranks before this one; rank 0's stays."""
+        """Replace the tensor by the reduction of the tensors of the ranks before this one; rank 0's stays."""
         return self.collective(EXSCAN, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
 
     def barrier(self, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
-        """Return (or be done) when every rank has called and finished what it called before."""
+        """Return (or complete) when every rank has called this and finished its earlier operations."""
         engine, delegation = self.engine, self.delegation
         if engine.delegates:
             return self.collective(BARRIER, async_op=async_op, timeout_s=timeout_s)
@@ -387,16 +387,16 @@ class Communicator:
 
         return self.queue.run(operation, "barrier", async_op)
 
-    # -- messages: whoever is named must take part, nobody else
+    # -- messages: only the two ranks take part
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Send a message to a rank; returns when the tensor may be changed."""
+        """Send a message to a rank; return when the tensor may be changed."""
         point_to_point.send(self, tensor, rank, tag, timeout_s)
 
     def recv(
         self, tensor: torch.Tensor, rank: int | None, tag: int = 0, timeout_s: float | None = None
     ) -> int:
-        """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
+        """Receive a message from a rank, or from any (None), into the tensor; return the sender's rank."""
         return point_to_point.recv(self, tensor, rank, tag, timeout_s)
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, timeout_s: float | None = None) -> Work:
@@ -409,7 +409,7 @@ class Communicator:
         """Begin to receive a message from a rank, or from any (None), into the tensor."""
         return point_to_point.irecv(self, tensor, rank, tag, timeout_s)
 
-    # -- what is set up once, and started many times
+    # -- persistent operations
 
     def persistent_collective(
         self,
@@ -432,18 +432,18 @@ class Communicator:
     # -- the group
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what is queued has ended, at most so long, and have messages see an abort now."""
+        """Wait at most ``timeout_s`` for queued operations, and have messages see an abort now."""
         if self.delegation is not None:
             self.delegation.drain(timeout_s)
         self.queue.thread.drain(timeout_s)
         self.engine.check_messages()
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
-        """Have what is under way in the group, on all ranks, and what is called later, fail at once.
+        """Have operations of the group, under way on any rank or called later, fail at once.
 
         Args:
-            why: what the errors say.
-            failed: the ranks that have died, if that is why.
+            why: the reason, which the errors state.
+            failed: the ranks that have died, if that is the reason.
         """
         self.queue.refuse_if_inherited("abort")
         self.engine.abort(why, failed)

@@ -1,8 +1,8 @@
-"""The operations of a group on tensors of a device, by what torch has for it (engine/device/).
+"""The operations of a group on tensors of a device, by torch's backend for it (engine/device/).
 
-A communicator runs them, with an engine and a queue of its own; its checks, layouts and coalesced operations
-are those of every communicator. What differs is when the queue runs operations: at once, when they are
-called, as far as the host is concerned. What they mean on the device is in engine/device/stream_scheduler.py.
+A communicator of its own runs them, with its own engine and queue; its checks, layouts and coalesced
+operations are those of every communicator. But its queue runs operations on the host at once, when they are
+called. For their order on the device see engine/device/stream_scheduler.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LOOK_SECONDS = 0.05
 
 
 class DeviceWork(Work):
-    """A Work whose :meth:`wait` makes the device wait, and not the host.
+    """A Work whose :meth:`wait` makes the device wait, not the host.
 
-    Without a time-out, ``wait()`` returns as soon as what the caller launches from then on comes after the
-    operation. ``synchronize()``, ``is_completed()``, a wait with a time-out and the future are about its end.
+    Without a time-out, ``wait()`` returns once everything that the caller launches later runs after the
+    operation. ``synchronize()``, ``is_completed()``, a wait with a time-out and the future concern its end.
     """
 
     def __init__(self, description: str, engine: DeviceEngine, *, held: bool = False) -> None:
@@ -45,7 +45,7 @@ class DeviceWork(Work):
         self._filled: list[Any] = []
 
     def begin(self, event: DeviceEvent, filled: list[Any]) -> None:
-        """For the communicator: it has been launched, and comes to its end at the event."""
+        """Note, for the communicator, that the operation was launched and ends at the event."""
         self.event, self._filled = event, filled
 
     def result(self) -> list[Any]:
@@ -77,13 +77,13 @@ class DeviceWork(Work):
         return super().is_completed() or (self.event is not None and self.event.is_done())
 
     def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
-        if self.event is None:  # one of several that run as one: it ends here
+        if self.event is None:  # one of several coalesced operations: it ends here
             self.event = self._engine.scheduler.event()
         super().finish(result, source, let_go)
 
 
 class StreamQueue(OperationQueue):
-    """Runs operations at once, as far as the host is concerned: they follow each other on the device."""
+    """Run operations on the host at once; they follow each other on the device."""
 
     engine: DeviceEngine
 
@@ -102,7 +102,7 @@ class StreamQueue(OperationQueue):
             if event.error is not None and not isinstance(event.error, RAISED_BY_ALL):
                 self.leave(description, event.error)
         except BaseException as error:
-            # What of it has been launched is not known: some take more than one of torch's operations.
+            # It is unknown how much of it was launched: some take more than one of torch's operations.
             if not isinstance(error, RAISED_BY_ALL):
                 self.leave(description, error)
             raise
@@ -134,7 +134,7 @@ class StreamQueue(OperationQueue):
 
 
 class DeviceMessages:
-    """Messages of tensors of a device; see point_to_point.Messages."""
+    """Send and receive tensors of a device; see point_to_point.Messages."""
 
     def __init__(self, communicator: Communicator, queue: StreamQueue) -> None:
         self._communicator = communicator
@@ -143,7 +143,7 @@ class DeviceMessages:
     def batch(
         self, messages: Sequence[tuple[bool, torch.Tensor, int]], timeout_s: float | None = None
     ) -> list[Work]:
-        """Begin to send (True) and receive tensors to and from ranks, in no order; a Work for each."""
+        """Begin to send (True) and receive tensors to and from ranks, in no order; return a Work for each."""
         batch = []
         for is_send, tensor, rank in messages:
             name = "isend" if is_send else "irecv"
@@ -173,10 +173,10 @@ class DeviceMessages:
 
 
 class Devices:
-    """A communicator's delegation: makes the communicator for its device when that is first wanted.
+    """A communicator's delegation: makes the communicator for its device on first use.
 
     Attributes:
-        agreement: what the ranks have agreed on.
+        agreement: the ranks' agreement on their devices.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Devices:
         return self.communicator()
 
     def communicator(self) -> Communicator:
-        """The communicator for the device."""
+        """Return the communicator for the device."""
         with self._making:
             if self._made is None:
                 base = self._base
@@ -227,19 +227,19 @@ class Devices:
             return self._made
 
     def finish(self) -> None:
-        """Wait until what is under way on the device has ended; raises what it has failed with."""
+        """Wait until the operations on the device have ended; raise the error of a failed one."""
         assert self._engine is not None
         while not self._engine.watch.drain(_LOOK_SECONDS):
             self._engine.refuse()
         self._engine.refuse()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what is under way on the device has ended, at most so long."""
+        """Wait at most ``timeout_s`` until the operations on the device have ended."""
         if self._engine is not None:
             self._engine.watch.drain(timeout_s)
 
     def close(self) -> None:
-        """Leave the group, as far as the device goes."""
+        """Leave the group on the device."""
         with self._making:
             self._base.uses_device = False
             if self._made is not None and not self._made.closed:
@@ -250,7 +250,7 @@ def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> N
     """Have a communicator delegate operations on CUDA tensors, if that is agreed.
 
     Args:
-        store: one that only the ranks of the group use.
+        store: a store that only the ranks of the group use.
     """
     if agreement is None:
         return
@@ -263,6 +263,6 @@ def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> N
 
 
 def agreement_of(communicator: Communicator) -> Agreement | None:
-    """Return what the ranks of a group have agreed on for their devices, if they delegate."""
+    """Return the agreement of a group's ranks on their devices; None if the group does not delegate."""
     delegation = communicator.delegation
     return None if delegation is None else cast(Agreement, delegation.agreement)

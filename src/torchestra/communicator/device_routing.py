@@ -1,9 +1,9 @@
-"""Where an operation on tensors of a GPU goes: to NCCL if the group delegates, or else through the host.
+"""Route an operation on tensors of a GPU: to NCCL if the group delegates, or else through the host.
 
-A communicator has a ``delegation`` if its group delegates (engine/device/agreement.py): that has the
-communicator that serves the device. Which way an operation goes follows from what all ranks have in common,
-its kind, dtype and reduce operation. Tensors of the CPU are none of this file's business, and where torch was
-built without CUDA there is nothing of it on their way.
+A communicator has a ``delegation`` if its group delegates (engine/device/agreement.py); this holds the
+communicator that serves the device. The route depends only on what all ranks have in common: the operation's
+kind, dtype and reduce operation. Tensors of the CPU are not affected, and if torch was built without CUDA
+this file adds no cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Delegation(Protocol):
     def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> Any:
         """Return the communicator for an operation on these tensors, some of which are of a device.
 
-        None if the host is to do it.
+        None if the operation is to go through the host.
 
         Raises:
             InvalidArgumentError: they are not all on the group's device.
@@ -39,28 +39,28 @@ class Delegation(Protocol):
 
     @property
     def agreement(self) -> Any:
-        """Return what the ranks have agreed on for their devices."""
+        """Return the ranks' agreement on their devices."""
 
     def finish(self) -> None:
-        """Wait until what is under way on the device has ended; raises what it has failed with."""
+        """Wait until the operations on the device have ended; raise the error of a failed one."""
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what is under way on the device has ended, at most so long."""
+        """Wait at most ``timeout_s`` until the operations on the device have ended."""
 
     def close(self) -> None:
-        """Leave the group, as far as the device goes."""
+        """Leave the group on the device."""
 
 
 def any_device(method: _Method) -> _Method:
-    """A collective of a communicator, or a function of one, that takes tensors of GPUs as well."""
+    """Make a method of a communicator, or a function that takes one, accept tensors of GPUs as well."""
     return delegated(staged(method), method)
 
 
 def delegated(method: _Method, own: _Method | None = None) -> _Method:
-    """A collective that a delegation does where there is one; else it is done as always.
+    """Have the delegation's communicator run a collective on tensors that it serves.
 
     Args:
-        own: what the delegation's communicator calls, if that is another.
+        own: the function that runs there, if it is not ``method``.
     """
     if not POSSIBLE:
         return method
@@ -70,7 +70,7 @@ def delegated(method: _Method, own: _Method | None = None) -> _Method:
 def routed(
     method: Callable[..., Any], own: Callable[..., Any], is_on_device: Callable[[torch.Tensor], bool]
 ) -> Callable[..., Any]:
-    """``method``, or ``own`` with the delegation's communicator if it serves the tensors of a device."""
+    """Return a function that calls ``method``, or ``own`` with a delegation's communicator if that serves."""
 
     def call(communicator: Any, *args: Any, **kwargs: Any) -> Any:
         if (delegation := communicator.delegation) is None:
@@ -88,9 +88,9 @@ def routed(
 
 
 def messages_of(communicator: Any, name: str, tensor: object, rank: int | None, tag: int) -> Any:
-    """Return what sends and receives a message of a tensor of a device without the host; None for the host.
+    """Return the :class:`Messages` for a device's tensor, or None if the message goes through the host.
 
-    Backends of devices know neither tags nor receives from any rank: only messages of tag 0 are theirs.
+    Backends of devices know neither tags nor receives from any rank: they get only messages of tag 0.
 
     Raises:
         InvalidArgumentError: the message is a receive from any rank.

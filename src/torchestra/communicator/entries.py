@@ -1,12 +1,12 @@
-"""Puts entries into a communicator: builtin functions in the place of methods, for plain calls.
+"""Put entries into a communicator: builtin functions that replace methods for plain calls.
 
-Between the call of a small operation and its kernel Python would take longer than the kernel does. So
-operations and blocking messages have entries (engine/entries), builtin functions that are attributes of the
-communicator of their methods' names and parameters. A call that is not plain they hand to the method.
+For a small operation, Python would take longer than the kernel. So operations and blocking messages have
+entries (engine/entries): builtin functions, set as attributes of the communicator, with the names and
+parameters of the methods. They hand calls that are not plain to the method.
 
-There are none where the engine has no kernels, where kernels run interpreted, or where torch's tensors are
-read in a way that is not known (engine/entries/tensor_access.py; `torchestra doctor` tells); nor after the
-group was closed, here or in a forked child.
+There are no entries if the engine has no kernels, if kernels run interpreted, or if the layout of torch's
+tensors is not known (engine/entries/tensor_access.py; `torchestra doctor` tells); nor after the group was
+closed, here or in a forked child.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class _Definition(ctypes.Structure):
 
 
 class _Served(NamedTuple):
-    """An operation that has an entry.
+    """Describe an operation that has an entry.
 
     Attributes:
-        method: the communicator's, of the same parameters.
-        row: of the table.
-        entry: a kernel.
-        kernel: the one of ``engine.kernels`` that the entry runs.
+        method: the name of the communicator's method, of the same parameters.
+        row: its row of the table.
+        entry: the entry's kernel.
+        kernel: the name of the kernel of ``engine.kernels`` that the entry runs.
     """
 
     method: str
@@ -105,7 +105,7 @@ SERVED = (
 MESSAGES = {"send": messages.send, "recv": messages.recv}
 """The entries of messages, by the communicator's method."""
 
-# By method: what its builtins are made of, and refer to for as long as there are any.
+# By method: the definition that its builtins are made of, and refer to as long as they exist.
 _definitions: dict[str, _Definition] = {}
 
 
@@ -139,7 +139,7 @@ class Entries:
             vars(communicator)[method] = _message_builtin(communicator, method, kernel, access)
 
     def close(self) -> None:
-        """Have every call go the general way, those of builtins that somebody has kept included."""
+        """Have every call go the general way, also calls of builtins that the program has kept."""
         communicator, self._communicator = self._communicator, None
         self.access = None
         if communicator is not None:
@@ -154,7 +154,7 @@ _Kind = TypeVar("_Kind", bound=Entry)
 def _entry(
     kind: type[_Kind], communicator: Communicator, access: TensorAccess, general: Callable[..., Any]
 ) -> _Kind:
-    """Return an entry with what all have."""
+    """Return an entry with the fields that all entries have."""
     entry, state = kind(), communicator.queue.state
     entry.state, entry.access, entry.size = state.address, ctypes.addressof(access), communicator.size
     entry.general = general
@@ -163,7 +163,7 @@ def _entry(
 
 
 def _finish_collective(communicator: Communicator, name: str) -> Callable[..., None]:
-    """Return what brings a collective to its end whose kernel has not."""
+    """Return a function that ends a collective whose kernel has not ended it."""
     engine = cast(Any, communicator.engine)
     kernel, words = getattr(engine.kernels, name), WORDS[name]
 
@@ -181,7 +181,7 @@ def request_of_collective(
     tensors: Sequence[torch.Tensor],
     prepared: PreparedKernel,
 ) -> Request:
-    """Return all that machine code needs to run a collective again and again on the same tensors."""
+    """Return the request by which machine code runs a collective repeatedly on the same tensors."""
     request = _entry(Request, communicator, access, general)
     request.go_on = _finish_collective(communicator, prepared.name)
     request.leave = cast(Any, communicator.engine).leave_halfway
@@ -204,7 +204,7 @@ def request_of_message(
     *,
     sends: bool,
 ) -> Request:
-    """Return all that machine code needs to send or receive again and again from or to one tensor.
+    """Return the request by which machine code sends or receives one tensor repeatedly.
 
     Args:
         words: address, length, kind, rank (-1: any) and tag.
@@ -217,7 +217,7 @@ def request_of_message(
 
     def finish_recv(*message: int) -> None:
         source = mailbox.finish_recv(*message, engine.waiter(communicator.timeout_s))
-        Request.from_address(address).source = source  # the request holds this, and this does not hold it
+        Request.from_address(address).source = source  # the request refers to this function, not the reverse
 
     def leave(error: BaseException) -> None:
         mailbox.leave_halfway(error, engine.waiter(communicator.timeout_s))
@@ -231,7 +231,7 @@ def request_of_message(
 
 
 def _hold_memory(request: Request, tensors: Sequence[torch.Tensor]) -> None:
-    """Note where the tensors are, which the request holds."""
+    """Note the addresses of the tensors, and have the request keep them."""
     records = (MemoryRecord * len(tensors))(
         *(MemoryRecord(id(each), each.data_ptr(), each.untyped_storage().nbytes()) for each in tensors)
     )
@@ -266,7 +266,7 @@ def _message_builtin(
 
 @functools.cache
 def _message_records() -> ctypes.Array[PlanRecord]:
-    """Return what stands for plans in entries of messages: the dtypes that are not complex nor quantized."""
+    """Return the records that messages use for plans: the dtypes that are neither complex nor quantized."""
     codes = {
         dtype_word(dtype): code
         for dtype, code in DTYPE_CODE.items()
@@ -279,7 +279,7 @@ def _message_records() -> ctypes.Array[PlanRecord]:
 def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) -> Callable[..., Any]:
     entry = _entry(Entry, communicator, access, getattr(communicator, served.method))
     entry.go_on = _finish_collective(communicator, served.kernel)
-    # The engine is told what has come of an exception; so are the flight record, and the other ranks.
+    # On an exception the engine, the flight record and the other ranks are told.
     entry.leave = cast(Any, communicator.engine).leave_halfway
     plans = _Plans(entry, communicator, served.row)
     entry.learn = plans.learn
@@ -288,7 +288,7 @@ def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) 
 
 
 class _Plans:
-    """The plans that an entry serves: those whose operation has gone the general way once."""
+    """Hold the plans that an entry serves: those whose operation has gone the general way once."""
 
     def __init__(self, entry: Entry, communicator: Communicator, row: Collective) -> None:
         self._entry_address = ctypes.addressof(entry)
@@ -307,7 +307,7 @@ class _Plans:
         self._write()
 
     def _entry(self) -> Entry:
-        """Return the entry, which holds this, and which this does not."""
+        """Return the entry, which refers to this object; a reference back would make a cycle."""
         return Entry.from_address(self._entry_address)
 
     def learn(self, *arguments: Any) -> Any:
@@ -318,7 +318,7 @@ class _Plans:
         if self._row is ALL_REDUCE and arguments[0].__class__ is list:
             self._hold_list(len(arguments[0]))
         dtype = next(tensors_in(arguments)).dtype
-        # Another ReduceOp of the same name may be gone one day, and its address another object's.
+        # Another ReduceOp of the same name may be freed, and its address reused.
         named = op is None or any(op is each for each in _OPS)
         if named and not dtype.is_complex and dtype_word(dtype):
             plan = self._engine.plan(self._row, dtype, op, root)
@@ -329,14 +329,14 @@ class _Plans:
         return work
 
     def _hold_list(self, number: int) -> None:
-        """Have room for the table of so many tensors; not while an entry may use the one there is."""
+        """Make room for a table of ``number`` tensors, unless an entry may be using the present one."""
         if number > self._entry().longest_list and not self._state.inside:
             longest = 1 << number.bit_length()
             self._iovec = (ctypes.c_int64 * (2 * longest + 1))()
             self._entry().iovec, self._entry().longest_list = ctypes.addressof(self._iovec), longest
 
     def _write(self) -> None:
-        """Put all records where the entry finds them; older ones stay as long as the object, for readers."""
+        """Put all records where the entry finds them; keep older ones, which may still be read."""
         known = [PlanRecord(*each) for each in (*self._known, (0, 0, 0, 0))]
         records = (PlanRecord * len(known))(*known)
         self._entry().plans = ctypes.addressof(records)

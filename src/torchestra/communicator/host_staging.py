@@ -1,16 +1,16 @@
-"""Tensors of a GPU: operations run on buffers of them in pinned memory, copied on a stream of their own.
+"""Tensors of a GPU: operations run on buffers in pinned memory, which are copied on a separate stream.
 
-An operation that is called with CUDA tensors is collected with the buffers in their place. When its turn
-comes it is preceded by copies from the tensors and followed by copies back to those that it has filled:
+An operation that is called with CUDA tensors is collected with buffers in their place. When its turn comes,
+the tensors are copied to the buffers, and afterwards those that it has filled are copied back:
 
 * when it is called, an event is recorded on the caller's stream of every device concerned;
-* the copies run on another stream of that device, which waits for the event; so nothing that the program
-  launches afterwards delays them, and they delay nothing that it launches;
+* the copies run on another stream of that device, which waits for the event; so work that the program
+  launches afterwards does not delay them, nor they that work;
 * the host waits for the copies before it goes on. So when the operation is done its results can be used on
   any stream, and the tensors' memory can be freed.
 
-While the host waits, signals are handled. Where torch was built without CUDA no such tensor can exist; then
-the functions of this file hand back what they are given, and cost nothing.
+While the host waits, signals are handled. If torch was built without CUDA no such tensor can exist; then the
+functions of this file return their arguments unchanged, and cost nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchestra.tensors.contiguity import what_is_missing
 POSSIBLE = torch.backends.cuda.is_built()
 """Whether there can be CUDA tensors at all."""
 
-# What an operation only writes need not be send_buffer from the device.
+# The parameters that an operation only writes; they need not be copied from the device.
 _ONLY_WRITTEN = ("output", "outputs")
 _SPINS = 50
 _NAP_SECONDS = 50e-6
@@ -42,14 +42,14 @@ class Copies(Protocol):
     """Copy the elements of one operation from devices and back."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy from the first of each pair, which is on a device, to the second; return when that is done."""
+        """Copy from the first of each pair, which is on a device, to the second; return when done."""
 
     def give_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy from the second of each pair to the first; return when that is done."""
+        """Copy from the second of each pair to the first; return when done."""
 
 
 class CudaCopies:
-    """Copies on a side stream of each device, after what the calling stream had to do when this was made."""
+    """Copy on a side stream of each device, after the work that the calling stream had when this was made."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -89,7 +89,7 @@ class Stage:
     """The buffers of some device tensors.
 
     Attributes:
-        buffers: by the identity of the tensor that each is of.
+        buffers: by the identity of each one's tensor.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Stage:
         self._copies.give_back([(_core(tensor), self._stored[id(tensor)]) for tensor in _once(tensors)])
 
     def in_buffers(self, value: Any) -> Any:
-        """A tensor, or lists (of lists …) of them and anything else, with buffers in the tensors' places."""
+        """Replace tensors, also in lists (of lists …), by their buffers; return anything else as it is."""
         return _replaced(value, self.buffers)
 
     def in_tensors(self, value: Any) -> Any:
-        """The inverse of :meth:`in_buffers`."""
+        """Do the inverse of :meth:`in_buffers`."""
         return _replaced(value, self._origins)
 
 
@@ -123,7 +123,7 @@ def _once(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _core(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor whose elements are stored apart: one of each that an expansion repeats."""
+    """Return the part of a tensor without the repetitions of expanded dimensions."""
     core = tensor.detach()
     for dimension, (stride, length) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 and length > 1:
@@ -144,7 +144,7 @@ def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a list of lists of anything."""
+    """Yield the tensors in a list of lists of anything."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -158,9 +158,9 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def staged(method: _Method) -> _Method:
-    """A collective of a communicator, or a function of one, that takes tensors of GPUs as well.
+    """Make a collective accept tensors of GPUs as well.
 
-    Its first argument is the communicator; it has a parameter ``async_op``.
+    Its first argument must be the communicator; it must have a parameter ``async_op``.
     """
     if not POSSIBLE:
         return method
@@ -182,7 +182,7 @@ def run_staged(
     is_staged: Callable[[torch.Tensor], bool],
     stage_of: Callable[[Sequence[torch.Tensor]], Stage],
 ) -> Work | None:
-    """Call a collective with buffers in the places of those tensors of which ``is_staged`` holds."""
+    """Call a collective with buffers in place of the tensors for which ``is_staged`` is true."""
     communicator = bound.args[0]
     values = dict(list(bound.arguments.items())[1:])
     tensors = [tensor for tensor in tensors_in(list(values.values())) if is_staged(tensor)]
@@ -213,7 +213,7 @@ def run_staged(
 
 
 def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the filled buffer of one of a GPU: what is to be sent."""
+    """Return the tensor to send: the given one, or for one of a GPU its filled buffer."""
     if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor
     stage = Stage([tensor])
@@ -222,7 +222,7 @@ def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The tensor, or the buffer of one of a GPU, to receive into, and what is to be called afterwards."""
+    """Return the tensor to receive into (for one of a GPU a buffer), and a function to call afterwards."""
     if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor, _nothing
     stage = Stage([tensor])
@@ -230,7 +230,7 @@ def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Non
 
 
 def on_cpu(tensors: object) -> object:
-    """A list of sparse tensors with copies in the places of those of GPUs; what is no list stays as it is."""
+    """Replace tensors of GPUs in a list of sparse tensors by copies; return anything else as it is."""
     if not POSSIBLE or not isinstance(tensors, (list, tuple)):
         return tensors
     return [

@@ -1,4 +1,4 @@
-"""A group's communicator that is made when it is first used."""
+"""A group's communicator, made on first use."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torchestra.errors import GroupDestroyedError
 from torchestra.system.forking import forget_in_children, refusal
 
 Meet = Callable[[float], Communicator]
-"""Meets the other members of a group, which all must come within so many seconds."""
+"""Meets the other members of a group, which must all come within the given number of seconds."""
 
 
 class LazyCommunicator:
-    """Stands for a communicator until one of its operations is called.
+    """Stand in for a communicator until one of its operations is called.
 
-    The members then meet, which they would do in that operation anyhow. So nothing waits for anybody before,
-    whoever asks for the group, and a group that is never used costs nothing.
+    The members then meet, as that operation requires anyway. So making the group waits for no other rank, and
+    a group that is never used costs nothing.
 
     Attributes:
-        rank, size, name, timeout_s, closed, has_met: as of a communicator.
+        rank, size, name, timeout_s, closed, has_met: as for a communicator.
         replace: called with the communicator as soon as there is one.
     """
 
@@ -42,7 +42,7 @@ class LazyCommunicator:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child, which is not part of the group: meet nobody in the parent's place."""
+        """Refuse to meet in a forked child, which is not part of the group."""
         self._lock = threading.Lock()
         self.closed = self._inherited = True
 
@@ -67,7 +67,7 @@ class LazyCommunicator:
         return Hosts([[0]], [""]) if self._made is None else self._made.hosts_among(ranks)
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
-        """Do nothing before the members have met: there is nothing under way."""
+        """Abort the group, if its members have met; before, no operation is under way."""
         if self._made is not None:
             self._made.abort(why, failed)
 

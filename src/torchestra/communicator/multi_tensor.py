@@ -1,8 +1,8 @@
 """Operations on several tensors of each rank, which run as one in the group's order.
 
-They are made of the communicator's: it checks and collects them, and what they consist of runs together. To
-be called by all ranks, with lists of the same length, dtypes and shapes. The lists are not empty; that the
-tensors of one list go together has been checked.
+They consist of the communicator's operations, which it checks, collects and runs together. They are to be
+called by all ranks, with lists of the same length, dtypes and shapes. Callers have checked that the lists are
+not empty, and that the tensors of each list go together.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """Replace each tensor by the reduction of all ranks' tensors with its place in the list.
 
-    A tensor that is in the list twice is reduced once. How dense ones of a dtype differ in shape between the
-    ranks is not compared, only how many elements they have together.
+    A tensor that is in the list twice is reduced once. The shapes of dense tensors of one dtype are not
+    compared between ranks, only their total number of elements.
     """
     batches = _batches(tensors)
     if len(batches[0]) == len(tensors) > 1:
@@ -153,7 +153,7 @@ def all_reduce_coalesced(
 
 
 def _batches(tensors: Tensors) -> list[list[torch.Tensor]]:
-    """Each tensor once: dense ones of one dtype and device together, sparse ones by themselves."""
+    """Batch the tensors, each once: dense ones by dtype and device, sparse ones by themselves."""
     batches: list[list[torch.Tensor]] = []
     dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
@@ -177,11 +177,11 @@ def coalesced(
     timeout_s: float | None = None,
     result: list[Any] | None = None,
 ) -> Work | None:
-    """Run a collective of each pair of an output and an input, as one.
+    """Run a collective on each pair of an output and an input, as one operation.
 
     Args:
-        outputs: as the collective has its output, a tensor or a list of tensors each.
-        result: of the Work; default: the outputs.
+        outputs: the outputs, each as the collective takes it: a tensor or a list of tensors.
+        result: the result of the Work; default: the outputs.
     """
     with communicator.queue.coalescing() as steps:
         for output, tensor in zip(outputs, inputs, strict=True):

@@ -1,4 +1,4 @@
-"""A group of ranks: who is in it, under which name, and every operation on tensors as a method."""
+"""A group of ranks: its members, its name, and every operation on tensors as a method."""
 
 from torchestra.arguments.options import GroupOptions
 from torchestra.process_group.group import ProcessGroup

@@ -1,17 +1,16 @@
-"""The form of the methods that are torch's C++ ones: ``group.allreduce(tensors, opts)`` and so on.
+"""The form of a group's methods in torch's C++ form: ``group.allreduce(tensors, opts)`` and so on.
 
-:data:`FORMS` says of each method which row of the table of operations it runs, and what torch calls its
-parameters; the methods of methods.py are made of that.
+:data:`FORMS` holds, for each method, the row of the table of operations that it runs, and torch's names for
+its parameters; methods.py makes the methods from it.
 
 Every method is to be called by all ranks of the group, in the same order, and returns a :class:`Work`. It
-takes a tensor, or a list of tensors where its description says what that means, and then an options object
-(torchestra.arguments.options) or, instead, what torch's shorter forms take: a reduce operation or a root, and
-a time-out. Roots are numbers within the group. An argument that cannot be right is refused at once with
-InvalidArgumentError, in torch's phrases, and the group stays usable; whatever else goes wrong is raised by
-the Work.
+takes a tensor, or a list of tensors if its description says what that means, and then an options object
+(torchestra.arguments.options) or, instead, the arguments of torch's shorter forms: a reduce operation or a
+root, and a time-out. Roots are numbers within the group. A method refuses wrong arguments at once with
+InvalidArgumentError, in torch's phrases, and the group stays usable; the Work raises all other errors.
 
 Unlike the functions of the package, the methods begin the operation and return (``asyncOp=False`` in the
-options makes them wait), and shapes must be equal where torch wants that.
+options makes them wait), and shapes must be equal where torch requires it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from torchestra.types import ReduceOp, Timeout, timeout_seconds
 Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
 TensorLists = Union[Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]]]
 Outcome = tuple[Union[Work, None], list[Any]]
-"""The Work of what has been begun, None if it has ended; and its result."""
+"""The Work of an operation that has been begun, None if it has ended; and its result."""
 
 _NO_DEFAULT: Any = inspect.Parameter.empty
 _NO_SPLITS: Any = (None, None)
@@ -63,14 +62,14 @@ def options_from(
     op: ReduceOp | None = None,
     root: int | None = None,
 ) -> Any:
-    """The options of a call, a copy.
+    """Return the options of a call, a copy.
 
     Args:
         kind: their type.
-        given: what stands at their place: options of this kind or another (of which the attributes that
-            this kind has are taken), a reduce operation, a root, a time-out, or None.
+        given: the argument in their place: options of this kind, or of another (only the attributes that
+            this kind has are used), a reduce operation, a root, a time-out, or None.
         name: of the method, for messages.
-        timeout, op, root: what was given by keyword instead; None for what was not.
+        timeout, op, root: values given by keyword instead, or None.
 
     Raises:
         InvalidArgumentTypeError: ``given`` is none of these.
@@ -112,9 +111,9 @@ class Form:
         row: the collective that it runs.
         run: checks a call's arguments and runs it.
         parameters: its parameters in torch's order: those of tensors first, with ``[]`` where they are lists
-            of lists; ``?`` if it may be left out. Those after ``*`` are taken by keyword alone.
-        details: what is to be said of it beside the row's summary.
-        coalesced: it is for several such operations as one.
+            of lists; ``?`` if it may be left out. Those after ``*`` are keyword-only.
+        details: text for its docstring, after the row's summary.
+        coalesced: whether it runs several such operations as one.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Form:
         names = [parameter.name for parameter in self.parameters]
         self._by_place, self._names = names[: len(by_place)], frozenset(names)
         self._required = {each.name for each in self.parameters if each.default is _NO_DEFAULT}
-        # Of those at the first two places: name, name in torch's short form, default.
+        # For the first two parameters: name, name in torch's short form, default.
         self.first = [(each.name, each.name.removesuffix("s"), each.default) for each in self.parameters[:2]]
 
     def _parameter(self, word: str, by_place: bool) -> inspect.Parameter:
@@ -153,10 +152,10 @@ class Form:
         return inspect.Parameter(name, kind, default=default, annotation=hint)
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments by name; Python's own TypeError if they are not those of the method."""
+        """Return arguments by name; raise Python's own TypeError if they do not fit the method."""
         given = dict(zip(self._by_place, args, strict=False))
         if not kwargs and len(self._required) <= len(args) == len(given):
-            return given  # those without a default come first
+            return given  # parameters without a default come first
         given.update(kwargs)
         if len(given) != len(args) + len(kwargs) or not self._required <= given.keys() <= self._names:
             inspect.Signature(self.parameters).bind(*args, **kwargs)
@@ -186,8 +185,8 @@ class Call:
 
     Attributes:
         row, name: the collective, and the method's name.
-        options: the call's own.
-        communicator: runs it.
+        options: the call's own copy.
+        communicator: the communicator that runs it.
     """
 
     def __init__(self, form: Form, communicator: Communicator, given: dict[str, Any]) -> None:
@@ -197,13 +196,13 @@ class Call:
         self.options = options_from(
             form.options, get("opts"), form.name, get("timeout"), get("op"), get("root")
         )
-        # Whether only to begin it, and its time-out.
+        # Whether only to begin the operation, and its time-out.
         self.limits: tuple[bool, float | None] = (self.options.asyncOp, self.options.seconds(form.name))
 
     def value(self, place: int) -> tuple[Any, str, str]:
-        """Return what was given as the parameter at a place, its name, and the method's.
+        """Return the argument for the parameter at a place, the parameter's name, and the method's.
 
-        Torch's short form, ``tensor`` for ``tensors``, is as good.
+        Torch's short name, ``tensor`` for ``tensors``, is accepted as well.
         """
         name, short, default = self._first[place]
         if (value := self._given.get(short)) is not None:
@@ -211,7 +210,7 @@ class Call:
         return self._given.get(name, default), name, self.name
 
     def tensors(self, place: int) -> list[torch.Tensor]:
-        """Return the tensors at a place; one alone is taken as a list of it."""
+        """Return the tensors at a place; a single tensor becomes a list."""
         return lists.as_list(*self.value(place))
 
     def lists(self, place: int) -> list[list[torch.Tensor]]:
@@ -223,7 +222,7 @@ class Call:
         return lists.check_root(self.options.rootRank, self.communicator.size, self.name)
 
     def run(self, output: Any = None, input: Any = None, root: int | None = None) -> Work | None:  # noqa: A002
-        """Run the collective, by the communicator's method of its name if it has one (it may be faster)."""
+        """Run the collective; by the communicator's method of that name, if any, which may be faster."""
         row, options = self.row, self.options
         op = options.reduceOp if row.reduces else None
         splits = _NO_SPLITS
@@ -239,7 +238,7 @@ class Call:
 
 
 def in_place(call: Call) -> Outcome:
-    """Run a collective that replaces the tensors of a list: one of each rank, or several that are alike."""
+    """Run a collective that replaces the tensors of a list: one per rank, or several that are alike."""
     row, name, communicator = call.row, call.name, call.communicator
     tensors, root, number = call.tensors(0), None, 0
     if row.root:
@@ -268,7 +267,7 @@ def _all_reduce_coalesced(call: Call) -> Outcome:
 
 
 def _single(call: Call) -> Outcome:
-    """Run a collective of an output and an input."""
+    """Run a collective that takes an output and an input."""
     output = checks.check_is_tensor(*call.value(0))
     input = checks.check_is_tensor(*call.value(1))  # noqa: A001
     if call.row.splits:
@@ -285,7 +284,7 @@ def _check_whole(call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
 
 
 def _pairs(call: Call) -> Outcome:
-    """Run a collective of each pair of an output and an input, as one."""
+    """Run a collective on each pair of an output and an input, as one operation."""
     outputs, inputs = call.tensors(0), call.tensors(1)
     lists.check_pairs(outputs, inputs, call.name)
     for output, tensor in zip(outputs, inputs, strict=True):
@@ -309,7 +308,7 @@ def _all_gather_coalesced(call: Call) -> Outcome:
 
 
 def _rooted(call: Call) -> Outcome:
-    """Run a collective of a tensor of every rank and a list of the root."""
+    """Run a collective that takes a tensor on every rank and a list on the root."""
     gathers, name, communicator = call.row.root == "dst", call.name, call.communicator
     if gathers:
         ones, several = call.tensors(1), call.lists(0)

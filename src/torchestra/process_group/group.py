@@ -1,4 +1,4 @@
-"""A group of ranks: who is in it, under which name, and the communicator that its operations run on."""
+"""A group of ranks: its members, its name, and the communicator that its operations run on."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from torchestra.types import Timeout, timeout_seconds
 _LARGEST_RANK = (1 << 31) - 1
 
 GroupMaker = Callable[[Store, Sequence[int], int, str, float], "ProcessGroup"]
-"""Makes a group: over a store, of some global ranks, of which this is the one of a number; name; time-out."""
+"""Makes a group; takes a store, the global ranks, this rank's number among them, a name and a time-out."""
 
 
 class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
-    """Some ranks that run collectives together, in an order that all of them share.
+    """A set of ranks that run collectives together, in the same order on all of them.
 
     Made by :func:`torchestra.init_process_group` and :func:`torchestra.new_group`; or directly, with or
     without a default group, by every rank of the group: the constructor returns when all have come. A group
     that was made directly is left by :meth:`destroy`, or when nothing refers to it any more.
 
-    Ranks are numbered anew in every group; where a function of this package takes a *global* rank, it is the
-    number in the default group. The methods in torch's C++ form (``allreduce`` and so on) take the group's
-    numbers.
+    Ranks are numbered anew in every group; a *global* rank, which some functions of this package take, is
+    the number in the default group. The methods in torch's C++ form (``allreduce`` and so on) take the
+    group's numbers.
 
     Args:
         store: a store that all ranks of the group share. Several groups may be made over one store, in
             the same order on all ranks.
-        rank, size: this rank's number, and how many there are.
+        rank, size: this rank's number, and how many ranks there are.
         options: :class:`GroupOptions`, or just a time-out.
         timeout: for the group's operations and for meeting the others, instead of ``options.timeout``.
         name: of the group, instead of ``options.group_name``.
         ranks: the global ranks, in the order of their numbers here; default: 0 to ``size - 1``.
         description: of the group, for people.
-        communicator: what the group runs on, where the ranks have met already; else they meet now.
+        communicator: the communicator, if the ranks have met already; else they meet now.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -56,13 +56,13 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
     Attributes:
         ranks: the global ranks, by number.
-        previous_ranks: of a group that :meth:`shrink` made: by number, that in the group before.
-        lost_ranks: numbers in the group before of the ranks that are not in this one.
+        previous_ranks: in a group made by :meth:`shrink`, each rank's number in the group before.
+        lost_ranks: the ranks that were lost, by their numbers in the group before.
         generation: how often it has been shrunk.
-        successor: the group that :meth:`shrink` has put in this one's place; None before.
-        known_as: what the program calls the backend.
-        when_shrunk: called with this group and the one in its place; the registry's.
-        maker: what made this group and makes its subgroups, where something else than torchestra does.
+        successor: the group by which :meth:`shrink` has replaced this one; None before.
+        known_as: the program's name for the backend.
+        when_shrunk: called with this group and its successor; set by the registry.
+        maker: the function that made this group and makes its subgroups, if it is not torchestra's own.
     """
 
     Options: ClassVar[type[GroupOptions]] = GroupOptions
@@ -102,7 +102,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         self.backend = self.known_as = choose_backend(chosen.backend)
         self.store = store
         self.group_desc = description
-        # A range tells where a rank is without being searched, and takes no room.
+        # A range finds a rank's number without a search, and takes no memory.
         self._group_rank = (
             {} if isinstance(self.ranks, range) else {rank: index for index, rank in enumerate(self.ranks)}
         )
@@ -149,7 +149,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
     @property
     def options(self) -> GroupOptions:
-        """Return what the group was made with, and its present time-out; a copy."""
+        """Return a copy of the options that the group was made with, and its present time-out."""
         return GroupOptions(self.timeout, self._threads, self._devices, self.backend, self.group_name)
 
     def get_group_store(self) -> Store:
@@ -159,7 +159,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
     def get_sequence_number_for_group(self) -> int:
         """Return how many operations of the whole group this rank has called, those still queued included.
 
-        Where the ranks have called the same, it is the same on all of them. Messages are not counted.
+        If all ranks have called the same operations, it is the same on all. Messages are not counted.
         """
         return self.communicator.queue.sequence_number()
 
@@ -167,7 +167,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         return self.get_sequence_number_for_group()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: the ranks' sequence numbers agree since the group was made."""
+        """Do nothing: the ranks' sequence numbers have agreed since the group was made."""
 
     def _set_default_timeout(self, timeout: Timeout) -> None:
         self.set_timeout(timeout)
@@ -175,11 +175,11 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
     def to_group_rank(
         self, global_rank: int, parameter: str = "global_rank", name: str = "to_group_rank"
     ) -> int:
-        """The number in this group of a global rank.
+        """Return the number in this group of a global rank.
 
         Args:
             global_rank: the rank.
-            parameter, name: which argument of which function it is, for messages.
+            parameter, name: the argument and the function, for messages.
 
         Raises:
             InvalidArgumentError: it is not in this group.
@@ -201,7 +201,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
     def to_global_rank(
         self, group_rank: int, parameter: str = "group_rank", name: str = "to_global_rank"
     ) -> int:
-        """The global number of a rank of this group.
+        """Return the global number of a rank of this group.
 
         Raises:
             InvalidArgumentError: the group has no such rank.
@@ -217,10 +217,10 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         return self.ranks[group_rank]
 
     def renumber(self, global_ranks: Mapping[int, int]) -> tuple[int, ...]:
-        """Take over new global numbers, given by the old ones; -1 for a rank that the world has no more.
+        """Take over new global numbers, mapped from the old ones; -1 for a rank that the world has lost.
 
         Returns:
-            The numbers in this group of those.
+            The numbers in this group of the lost ranks.
         """
         ranks = [global_ranks.get(rank, -1) for rank in self.ranks]
         self.ranks = range(len(ranks)) if ranks == list(range(len(ranks))) else tuple(ranks)
@@ -228,7 +228,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         return tuple(index for index, rank in enumerate(ranks) if rank < 0)
 
     def become(self, store: Store, ranks: Sequence[int], name: str, backend: str, seconds: float) -> None:
-        """Take over what the world has for a group that a ``GroupMaker`` has made."""
+        """Take over the world's store, ranks and names for a group that a ``GroupMaker`` has made."""
         self.store, self.ranks = store, ranks
         self._group_rank = {rank: index for index, rank in enumerate(ranks)}
         self.backend = self.known_as = backend
@@ -236,33 +236,33 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
     @checked
     def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
-        """Make a group of the ranks that are left, and put it in this one's place.
+        """Make a group of the ranks that are left, which replaces this one.
 
         To be called after a rank has died or left, by every rank that goes on; returns when all of these have
-        called, on all of them with the same members. They keep their order and are numbered from 0. Whoever
-        still is in an operation of this group gets an error, and so does every :class:`Work` that has not
-        ended (:class:`RankFailedError`, if a rank has died). This group is destroyed then.
+        called, with the same members on all. They keep their order and are numbered from 0. Operations of
+        this group that ranks are still in, and every :class:`Work` that has not ended, fail
+        (:class:`RankFailedError`, if a rank has died). This group is destroyed then.
 
         If this is the default group, the new one is the default group from then on: global ranks are
-        renumbered. Groups all of whose ranks are left go on, with the new global ranks; the others can only
-        be destroyed, or shrunk in their turn.
+        renumbered. Groups that have lost no rank go on, with the new global ranks; the others can only be
+        destroyed, or shrunk in their turn.
 
-        The new group has a store of its own, without any keys, which its rank 0 serves where ranks are
-        processes on one host. Across hosts the ranks agree through the group's store, and the new one is a
-        part of that. See docs/guides/surviving-failures.md.
+        The new group has a store of its own, without any keys, which its rank 0 serves if ranks are processes
+        on one host. Across hosts the ranks agree through the group's store, and the new store is a part of
+        that. See docs/guides/surviving-failures.md.
 
         Args:
-            exclude: ranks of this group to go on without, though they may live. They are told so, by
-                :class:`RankExcludedError`, in this group.
+            exclude: ranks of this group to go on without, though they may be alive. In this group they get a
+                :class:`RankExcludedError`.
             timeout: how long to wait for the other ranks; default: the group's.
 
         Returns:
             The new group; its ``previous_ranks`` are the numbers that its ranks had in this one, its
-            ``lost_ranks`` those that are not in it.
+            ``lost_ranks`` the numbers of the ranks that are not in it.
 
         Raises:
-            CollectiveTimeoutError: a rank lives but has not called in time; ``missing`` says which. It may be
-                called again.
+            CollectiveTimeoutError: a rank is alive but has not called in time; ``missing`` names it. The call
+                may be repeated.
             RankExcludedError: the others go on without this rank.
             GroupDestroyedError: this rank has destroyed the group, or shrunk it already.
             DistNetworkError: the ranks are on several hosts, and the group's store is gone.
@@ -272,14 +272,14 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
     @checked
     def shrink_when_idle(self, exclude: Sequence[int], timeout: Timeout | None = None) -> ProcessGroup:
-        """:meth:`shrink`, but let what this rank has begun in the group end well, if it can, before.
+        """Do what :meth:`shrink` does, after this rank's operations in the group have ended, if they can.
 
-        Takes, returns and raises what :meth:`shrink` does.
+        Takes, returns and raises the same as :meth:`shrink`.
         """
         return self._shrink(exclude, timeout, abort=False)
 
     def _shrink(self, exclude: Sequence[int], timeout: Timeout | None, *, abort: bool) -> ProcessGroup:
-        """Put the group of the ranks that are left in this one's place."""
+        """Replace this group by a group of the ranks that are left."""
         name = f"{self.group_name.removesuffix(f'~{self.generation}')}~{self.generation + 1}"
 
         def put_into_place(made: Made) -> ProcessGroup:
@@ -312,8 +312,8 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         return new
 
     def _leave_at_last(self) -> None:
-        """Leave the group when nothing refers to this any more."""
-        # At exit the memory goes anyway, and peers that wait hear that the rank has ended.
+        """Have the group left when nothing refers to this object any more."""
+        # At exit the memory is freed anyway, and peers that wait are told that the rank has ended.
         weakref.finalize(self, _leave, self.communicator, os.getpid()).atexit = False
 
     def destroy(self) -> None:
@@ -327,14 +327,14 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
             leave_store(self.store)
 
     def abort(self) -> None:
-        """Have what is under way in the group, here or elsewhere, and what is called later, fail at once.
+        """Have all operations of the group, under way on any rank or called later, fail at once.
 
-        May be called by any one rank. The others get a GroupAbortedError.
+        Any single rank may call it. The others get a GroupAbortedError.
         """
         self.communicator.abort(f"rank {self.communicator.rank} has called abort_process_group()")
 
     def shutdown(self) -> None:
-        """:meth:`destroy`, as torch spells it."""
+        """See :meth:`destroy`; torch's name for it."""
         self.destroy()
 
     def __repr__(self) -> str:
@@ -349,6 +349,6 @@ def _are_ranks(ranks: Sequence[int]) -> bool:
 
 
 def _leave(communicator: Communicator, process: int) -> None:
-    """Leave a group that nothing refers to any more, but not for a process that was forked from the rank."""
+    """Leave a group that nothing refers to any more, except in a process that was forked from the rank."""
     if os.getpid() == process and not communicator.closed:
         communicator.close()

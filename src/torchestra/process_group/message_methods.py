@@ -16,7 +16,7 @@ from torchestra.types import Timeout, timeout_seconds
 
 
 class MessageMethods:
-    """Sending and receiving; to be called by the two ranks only. Each takes a list of one tensor."""
+    """Send and receive messages; to be called by the two ranks only. Each takes a list of one tensor."""
 
     communicator: Communicator
 
@@ -39,14 +39,14 @@ class MessageMethods:
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Begin to receive from whichever rank sends first; the ``source_rank`` of the Work says which."""
+        """Begin to receive from the rank that sends first; the Work's ``source_rank`` returns it."""
         tensor = _single(tensors, "recv_anysource")
         tag = checks.check_tag(tag, "recv_anysource")
         return self.communicator.irecv(tensor, None, tag)
 
     @checked
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-        """:func:`torchestra.monitored_barrier` of this group; to be called by all ranks."""
+        """Run :func:`torchestra.monitored_barrier` on this group; to be called by all ranks."""
         seconds = None if timeout is None else timeout_seconds(timeout)
         monitored_barrier(self.communicator, seconds, wait_all_ranks)
 

@@ -1,4 +1,4 @@
-"""The collectives as methods of a group, made of their forms (forms.py). Generated from them: methods.pyi."""
+"""The collectives as methods of a group, made from their forms (forms.py), as is the stub methods.pyi."""
 
 from torchestra.process_group.forms import FORMS
 

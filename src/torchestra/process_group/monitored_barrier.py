@@ -1,9 +1,9 @@
-"""The monitored barrier: a barrier that says who did not come.
+"""The monitored barrier: a barrier that names the ranks that did not come.
 
-It is made of messages, not of the group's own barrier, so that it does not wait its turn behind operations
-that hang. Each rank tells rank 0 that it has come, and waits for its word; rank 0 waits for all, then gives
-the word. Only rank 0 counts the time, so that it is always the one to say who is missing. If somebody is, it
-aborts the group: that is how those who wait for it learn of it, and whoever comes later.
+It consists of messages, not of the group's own barrier, so that it does not queue behind operations that
+hang. Each rank tells rank 0 that it has come, and waits for the reply; rank 0 waits for all, then replies to
+all. Only rank 0 watches the time-out, so that it is always the rank that names the missing ones. If any are
+missing, it aborts the group: this tells the ranks that wait for the reply, and those that come later.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def monitored_barrier(communicator: Communicator, seconds: float | None, wait_al
 
     Args:
         seconds: how long rank 0 waits for the others; default: the group's time-out.
-        wait_all_ranks: have rank 0 wait for all ranks, and name all that do not come; else it names the
-            first, by number.
+        wait_all_ranks: have rank 0 wait for all ranks, and name all that do not come; else it names the one
+            with the lowest number.
 
     Raises:
-        CollectiveTimeoutError, RankFailedError, GroupAbortedError: as torchestra.monitored_barrier says.
+        CollectiveTimeoutError, RankFailedError, GroupAbortedError: as torchestra.monitored_barrier.
     """
     limit = communicator.limit(seconds)
-    # What is under way of a barrier that a rank has left would be taken for messages of the next one.
+    # Messages left over from a barrier that a rank has left would be taken for those of the next one.
     with communicator.queue.abort_on_error("monitored_barrier"):
         if communicator.rank == 0:
             _wait_for_all(communicator, limit, wait_all_ranks)
@@ -106,7 +106,7 @@ def _time_is_over(communicator: Communicator, limit: float, rank: int, arrivals:
 def _give_up(
     communicator: Communicator, limit: float, failures: dict[int, DistBackendError], wait_all_ranks: bool
 ) -> NoReturn:
-    """Raise who is missing, on rank 0; the others learn of it by the group's being aborted."""
+    """Raise an error on rank 0 that names the missing ranks; abort the group, which tells the others."""
     dead = next((error for error in failures.values() if isinstance(error, RankFailedError)), None)
     missing = tuple(failures) if dead is None else dead.ranks
     named = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks else f"Rank {missing[0]}"

@@ -16,11 +16,11 @@ class NonMember:
         self.group_name = name
 
     def rank(self) -> int:
-        """-1."""
+        """Return -1."""
         return -1
 
     def size(self) -> int:
-        """-1."""
+        """Return -1."""
         return -1
 
     def __repr__(self) -> str:

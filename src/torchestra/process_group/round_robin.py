@@ -1,4 +1,4 @@
-"""Several groups of the same ranks as one, which take turns."""
+"""Several groups of the same ranks used as one, in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchestra.types import Timeout
 
 
 def _in_turn(method: Callable[..., Work]) -> Callable[..., Work]:
-    """The method of the group whose turn it is; if that refuses the arguments, it is still its turn."""
+    """Return a method of the group whose turn it is; if it refuses the arguments, the turn stays with it."""
 
     @functools.wraps(method)
     def call(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Work:
@@ -30,19 +30,19 @@ def _in_turn(method: Callable[..., Work]) -> Callable[..., Work]:
 
 
 class RoundRobinGroup(CollectiveMethods):
-    """Runs every operation on the next of its groups.
+    """Run every operation on the next of its groups.
 
-    So many operations can be under way at once, each group having its own memory and its own thread. It has
-    the collectives in torch's C++ form, but no messages: ranks that send each other different numbers of them
-    would look for each other in different groups. Every rank must use it alike.
+    As many operations as groups can run at once, since each group has its own memory and its own thread. It
+    has the collectives in torch's C++ form, but no messages: ranks that send each other different numbers of
+    them would end up in different groups. Every rank must make the same calls.
 
     Args:
         groups: at least one, in the same order on all ranks; the calling rank has the same number in each.
-            They stay usable by themselves, and are to be destroyed by whoever made them.
+            They stay usable by themselves, and the program that made them is to destroy them.
 
     Attributes:
-        groups: as given.
-        turn: the place in them of the one that the next operation runs on.
+        groups: the groups, as given.
+        turn: the index of the group that the next operation runs on.
 
     Raises:
         InvalidArgumentError: there are no groups, or this rank's place in them differs.
@@ -74,7 +74,7 @@ class RoundRobinGroup(CollectiveMethods):
     def barrier(
         self, opts: BarrierOptions | Timeout | None = None, *, timeout: Timeout | None = None
     ) -> Work:
-        """Be done when every rank has called this, and what was called before on all the groups is done."""
+        """Complete when every rank has called this, and all earlier operations on all the groups are done."""
         works = [group.barrier(opts, timeout=timeout) for group in self.groups]
         done = Work(f"barrier of {self!r}")
 

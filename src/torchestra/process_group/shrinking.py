@@ -1,4 +1,4 @@
-"""A group of the ranks that are left, in place of a group that has lost some."""
+"""A group of the ranks that are left, which replaces a group that has lost some."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def shrunk(
     *,
     abort: bool,
 ) -> _Group:
-    """Return what :meth:`ProcessGroup.shrink` returns; the old group is left aborted, but is not destroyed.
+    """Do the work of :meth:`ProcessGroup.shrink`; this aborts the old group, but does not destroy it.
 
     Args:
-        communicator, backend: the group's.
-        name: of the group in its place.
-        put_into_place: makes that, of what this rank has of it.
-        abort: have all that is under way in the group fail at once, on all ranks; else what this rank has
-            begun may end before.
+        communicator, backend: the old group's.
+        name: of the new group.
+        put_into_place: makes the new group of this rank's part of it, and replaces the old one.
+        abort: have all operations under way in the group fail at once, on all ranks; else those that this
+            rank has begun may end first.
     """
     _check(communicator, backend, exclude)
     context = communicator.engine.context
@@ -52,14 +52,14 @@ def shrunk(
         communicator.drain(seconds)
         return put_into_place(made)
     except BaseException:
-        made.leave()  # interrupted: nobody has the new group in hand
+        made.leave()  # interrupted: nothing refers to the new group
         raise
 
 
 class Made(NamedTuple):
     """Hold a survivor's part of the new group: its communicator and store, and how to leave them.
 
-    ``survivors`` are, by new number, the numbers in the group that was.
+    ``survivors`` are, by new number, the numbers in the old group.
     """
 
     communicator: Communicator
@@ -82,7 +82,7 @@ def _between_hosts(
     from torchestra.engine.multihost.shrinking import shrink_hosts
 
     engine, hierarchy = communicator.engine, communicator.engine.hierarchy
-    # MPI does not promise to outlive a rank. Where it was used the network is trusted, so Gloo may be.
+    # MPI need not survive the death of a rank. A network trusted with MPI may be trusted with Gloo.
     bridge = "gloo" if engine.bridge_kind == "mpi" else engine.bridge_kind
 
     def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:

@@ -34,7 +34,7 @@ AnyStore = Union[Store, _TORCHS]
 
 BACKENDS = ("native", "threads", "fake")
 OWN_NAMES = ("gloo", "torchestra")
-"""What programs of torch.distributed call this engine: Gloo does there what it does here."""
+"""Names that programs of torch.distributed use for this engine, which does what Gloo does there."""
 _NCCL = "nccl"
 _NATIVE = DeviceRequest()
 _INSTEAD = {
@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 def choose_backend(backend: str | None) -> str:
-    """``"native"`` (ranks are processes), ``"threads"`` or ``"fake"``; for None, what the calling rank is.
+    """Return ``"native"`` (ranks are processes), ``"threads"`` or ``"fake"``; for None, the calling rank's.
 
-    ``"gloo"`` and ``"torchestra"`` are as None; that this engine does what Gloo would is logged once.
-    ``"nccl"``, alone or as in ``"cpu:native,cuda:nccl"``, is about devices only: see :func:`requires_nccl`.
+    ``"gloo"`` and ``"torchestra"`` mean the same as None; the first use of Gloo's name is logged. ``"nccl"``,
+    alone or as in ``"cpu:native,cuda:nccl"``, concerns devices only: see :func:`requires_nccl`.
 
     Raises:
         InvalidArgumentError: there is no such backend.
@@ -88,15 +88,15 @@ def _say_what_serves_gloo() -> None:
 
 
 def requires_nccl(backend: str | None) -> bool:
-    """Return whether a backend's name says that operations on CUDA tensors are to be NCCL's."""
+    """Return whether a backend's name requires that NCCL run the operations on CUDA tensors."""
     return isinstance(backend, str) and any(name == _NCCL for _, name in _by_device(backend))
 
 
 def device_request(backend: str | None, device_id: Any) -> DeviceRequest:
-    """Return what the caller of a function with these arguments says of a group's devices.
+    """Return the request for a group's device that these arguments make.
 
     Raises:
-        InvalidArgumentError: ``device_id`` is no CUDA device of this host, a number or a torch.device.
+        InvalidArgumentError: ``device_id`` is not a CUDA device of this host, by number or as torch.device.
     """
     required = requires_nccl(backend)
     if device_id is None:
@@ -116,7 +116,7 @@ def device_request(backend: str | None, device_id: Any) -> DeviceRequest:
 
 
 def _by_device(backend: str) -> list[tuple[str, str]]:
-    """(device, name) of ``"cpu:native,cuda:nccl"``; no device where none is named."""
+    """Split ``"cpu:native,cuda:nccl"`` into pairs (device, name); the device is empty if none is named."""
     parts = (part.rpartition(":") for part in backend.lower().split(","))
     return [(device, name) for device, _, name in parts]
 
@@ -137,20 +137,20 @@ def start(
     """Enter a group; returns when all ranks have.
 
     Args:
-        store: what the ranks of the group share.
-        name: of the group. One without a name gets it from how many this rank has made over the store,
-            which is the same number on every rank.
+        store: a store that the ranks of the group share.
+        name: of the group; if empty, one is derived from how many groups this rank has made over the store,
+            the same number on every rank.
         seconds: how long to wait for the others, and later for their operations.
         backend: as :func:`choose_backend` gives it.
-        program: the thread that the rank's program runs in; default: the one that calls.
-        hosts: where the ranks are, if that is known; else it is found out.
-        bridge: what to use between hosts; default: as :func:`choose_bridge` says.
-        request: which device this rank has, and whether operations on it must be NCCL's.
-        agreement: what the ranks have agreed on for their devices, if they have; else they do it here.
+        program: the thread that the rank's program runs in; default: the calling thread.
+        hosts: where the ranks are; default: the ranks find out.
+        bridge: the bridge between hosts; default: the choice of :func:`choose_bridge`.
+        request: which device this rank has, and whether NCCL must run the operations on it.
+        agreement: the ranks' agreement on their devices; default: they agree here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
-        DistBackendError: NCCL is asked for, and cannot be had; on every rank that asks for it.
+        DistBackendError: NCCL is asked for, and not available; raised on every rank that asks for it.
     """
     if name is None:
         name = f"direct-{store.add(f'torchestra/made/{rank}', 1)}"
@@ -180,11 +180,11 @@ def start(
 
 
 def refuse(store: Store, name: str, hosts: Hosts | None, why: str) -> None:
-    """Have those hear who wait in :func:`start` for the others that their group cannot be made.
+    """Tell the ranks that wait for the others in :func:`start` that their group cannot be made.
 
     Args:
-        store, name, hosts: as they have given them.
-        why: what they are told.
+        store, name, hosts: the arguments of their :func:`start`.
+        why: the text of their error.
     """
     own = PrefixStore(f"group/{name}", store)
     if hosts is not None and len(hosts) > 1:
@@ -211,7 +211,7 @@ def _enter(
     if hosts is None or len(hosts) == 1:
         context = join(own, rank, size, name, seconds, threads=threads, thread=program, has_died=has_died)
         return Communicator(LocalEngine(context), name, seconds)
-    # Ranks of one host start quicker without what goes between hosts.
+    # Ranks of one host start quicker without the modules for several hosts.
     from torchestra.engine.multihost.bridge_selection import choose_bridge
     from torchestra.engine.multihost.joining import join_hosts
 

@@ -1,7 +1,7 @@
 """The checks of the methods in torch's C++ form, which take lists: their phrases are torch's.
 
-Each raises InvalidArgumentError (a RuntimeError and ValueError) before anything is sent, or, where something
-is not a tensor at all, InvalidArgumentTypeError.
+Each raises InvalidArgumentError (a RuntimeError and ValueError) before anything is sent, or, if a value is
+not a tensor at all, InvalidArgumentTypeError.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _refuse_type(name: str, parameter: str, expected: str, value: object) -> NoR
 
 
 def splits_or_none(splits: Sequence[int] | None) -> Sequence[int] | None:
-    """Split sizes, of which empty ones stand for equal ranges, as None does."""
+    """Return split sizes; None for empty ones, which also stand for equal ranges."""
     return None if isinstance(splits, (list, tuple)) and not splits else splits
 
 
 def as_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
-    """A tensor, or a list of tensors, as a list."""
+    """Return a tensor, or a list of tensors, as a list."""
     tensors = [value] if isinstance(value, torch.Tensor) else value
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(each, torch.Tensor) for each in tensors):
         _refuse_type(name, parameter, "a tensor or a list of tensors", value)
@@ -40,7 +40,7 @@ def as_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
 
 
 def as_lists(value: object, parameter: str, name: str) -> list[list[torch.Tensor]]:
-    """A list of tensors, or a list of lists of tensors, as a list of lists; an empty list stays one."""
+    """Return a list of tensors, or a list of lists of them, as a list of lists; an empty list stays empty."""
     if not isinstance(value, (list, tuple)):
         _refuse_type(name, parameter, "a list of lists of tensors", value)
     if value and all(isinstance(each, torch.Tensor) for each in value):
@@ -54,7 +54,7 @@ def as_lists(value: object, parameter: str, name: str) -> list[list[torch.Tensor
 
 
 def several(value: object, parameter: str, name: str) -> list[torch.Tensor]:
-    """A list of tensors; one alone is refused."""
+    """Return a list of tensors; refuse a single tensor."""
     if isinstance(value, torch.Tensor):
         raise InvalidArgumentTypeError(
             f"{name}: incompatible function arguments: requires list of tensors as `{parameter}`, got a"
@@ -64,7 +64,7 @@ def several(value: object, parameter: str, name: str) -> list[torch.Tensor]:
 
 
 def check_single(tensors: Sequence[object], what: str, name: str) -> None:
-    """Refuse a list that has not exactly one tensor."""
+    """Refuse a list that does not have exactly one tensor."""
     if len(tensors) != 1:
         refuse(name, f"requires a single-element {what}, got {len(tensors)} tensors")
 
@@ -162,7 +162,7 @@ def check_rooted(
     role: str,
     name: str,
 ) -> list[torch.Tensor] | None:
-    """The list of ``gather`` outputs or ``scatter`` inputs on the root; elsewhere None is to be given."""
+    """Return the root's list of ``gather`` outputs or ``scatter`` inputs; None on the other ranks."""
     if not is_root:
         if lists:
             refuse(name, f"requires empty {role} on non-root, got {len(lists)} lists")
@@ -190,7 +190,7 @@ def check_pairs(
 def check_gather_lists(
     outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], size: int, name: str
 ) -> None:
-    """Refuse lists that ``allgather`` cannot fill: each of n needs n tensors for each rank, all alike."""
+    """Refuse lists that ``allgather`` cannot fill: each of n lists needs n tensors per rank, all alike."""
     check_pairs(outputs, tensors, name, "lists of outputs")
     for index, row in enumerate(outputs):
         if len(row) != len(tensors) * size:
@@ -231,7 +231,7 @@ def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str)
 def check_reduce_scatter_lists(
     outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], size: int, name: str
 ) -> None:
-    """Refuse what is not one output, and one list with an input of its dtype for each rank."""
+    """Refuse all but one output, and one list with an input of its dtype for each rank."""
     if len(outputs) != 1 or len(inputs) != 1:
         got = f"got {len(outputs)}, with {len(inputs)} lists of inputs"
         refuse(name, f"reduce_scatter only supports 1 output, {got}")

@@ -1,4 +1,4 @@
-"""The names, private ones among them, that code expects at the backend of a torch group."""
+"""The names, including private ones, that programs expect of the backend of a torch group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BackendNames:
     _Options: ClassVar[type[GroupOptions]] = GroupOptions
 
     def _get_backend(self, device: Any = None) -> Any:
-        """The group: it serves every device that it serves at all."""
+        """Return the group, whichever the device."""
         return self
 
     @staticmethod
     def create_device(hostname: str = "", interface: str = "", lazy_init: bool = False) -> Device:
-        """Something to put into ``GroupOptions.devices``, where it has no effect."""
+        """Return an object for ``GroupOptions.devices``, where it has no effect."""
         return Device(hostname, interface)

@@ -1,1 +1,1 @@
-"""The groups of this process: the default group, groups beside it, and what is known of them."""
+"""The groups of this process: the default group, further groups, and information on them."""

@@ -1,4 +1,4 @@
-"""Information on backends, on how this rank was launched and on groups; and aborting what hangs."""
+"""Information on backends, on how this rank was launched and on groups; and aborting groups that hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchestra.world.init import AnyGroup, default_group, destroy_process_group
 from torchestra.world.registry import current_world
 
 default_pg_timeout = DEFAULT_TIMEOUT
-"""The time-out of a default group that is given none."""
+"""The time-out of a default group that is made without one."""
 
 
 @checked
@@ -28,7 +28,7 @@ def is_backend_available(backend: str) -> bool:
     """Return whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."``
     included.
 
-    Of torch's backends NCCL is among them where this torch has it, and Gloo's name, which torchestra serves.
+    It takes NCCL if this torch was built with it, and the name of Gloo, in whose place torchestra runs.
     """
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"is_backend_available: `backend` must be a str, got {backend!r}")
@@ -39,37 +39,37 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_gloo_available() -> bool:
-    """:func:`is_backend_available` of torch's Gloo."""
+    """Return :func:`is_backend_available` of torch's Gloo."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """:func:`is_backend_available` of torch's NCCL."""
+    """Return :func:`is_backend_available` of torch's NCCL."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """:func:`is_backend_available` of torch's MPI."""
+    """Return :func:`is_backend_available` of torch's MPI."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """:func:`is_backend_available` of torch's UCC."""
+    """Return :func:`is_backend_available` of torch's UCC."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """:func:`is_backend_available` of torch's XCCL."""
+    """Return :func:`is_backend_available` of torch's XCCL."""
     return is_backend_available("xccl")
 
 
 @checked
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the backend that is used for tensors on a device where none is named: the calling rank's, for
-    the CPU.
+    """Return the backend for tensors on a device when the program names none: for the CPU, the calling
+    rank's.
 
     Raises:
-        InvalidArgumentError: there is none for this kind of device.
+        InvalidArgumentError: there is no default for this kind of device.
     """
     try:
         kind = torch.device(device).type
@@ -117,9 +117,9 @@ def is_torchelastic_launched() -> bool:
 
 
 def get_pg_count() -> int:
-    """Return how many groups this rank has made or seen made, the default group and destroyed ones included.
+    """Return how many groups all ranks have made together, the default group and destroyed ones included.
 
-    Not counted are those that only their members make.
+    Groups that only their members make are not counted.
     """
     world = current_world()
     return 0 if world.default is None else 1 + world.made
@@ -129,20 +129,20 @@ def get_pg_count() -> int:
 def set_pg_timeout(timeout: Timeout, group: AnyGroup | None = None) -> None:
     """Change how long later operations of a group (default: the default group) may wait.
 
-    Concerns the calling rank only, so it is to be called by all. (torch's ``_set_pg_timeout``.)
+    It changes the calling rank only, so all ranks should call it. (torch's ``_set_pg_timeout``.)
 
     Raises:
-        InvalidArgumentError: this rank is not in the group, or the time-out is none.
+        InvalidArgumentError: this rank is not in the group, or ``timeout`` is not a time-out.
     """
     _member(group).set_timeout(timeout)
 
 
 @checked
 def abort_process_group(group: AnyGroup | None = None) -> None:
-    """End a group by force, or with None (or the default group) all of them; may be called by any one rank.
+    """Abort a group, or with None (or the default group) all of them; any single rank may call it.
 
-    Whatever is under way in the group, here or on another rank, fails with GroupAbortedError, and so does
-    what is called later; this rank leaves the group without waiting. (torch's ``_abort_process_group``.)
+    All operations under way in the group, here or on another rank, fail with GroupAbortedError, and so do
+    later ones; this rank leaves the group without waiting. (torch's ``_abort_process_group``.)
 
     Raises:
         NotInitializedError: there is no such group.
@@ -164,10 +164,10 @@ def _member(group: AnyGroup | None) -> ProcessGroup:
 
 @checked
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this rank's number among those of its host, as the launcher says.
+    """Return this rank's number among the ranks of its host, as the launcher has set it.
 
     Raises:
-        NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
+        NotInitializedError: the launcher has not set it, and there is no ``fallback_rank``.
     """
     here = current_thread_rank()
     if here is not None:

@@ -1,4 +1,4 @@
-"""The flight record of a group: what its ranks did last."""
+"""The flight record of a group: the last operations of its ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["FlightEntry", "FlightRecord", "HostRecord", "RankRecord", "flight_re
 def flight_record(group: AnyGroup | None = None) -> FlightRecord:
     """Return the last 256 collectives and 256 messages of every rank of a group, with times and sizes.
 
-    Called by any one rank; the programs of the others know nothing of it. What ranks did that have died since
-    is told too, and everything stays readable when the group was aborted or destroyed. Ranks record always,
-    so there is nothing to switch on.
+    Any single rank may call it, without the other ranks' taking part. Ranks that have died since are
+    included, and the record stays readable after the group was aborted or destroyed. Ranks always record, so
+    there is nothing to switch on.
 
-    Where the group is on several hosts, the others are asked, and their times are turned into those of this
-    one's clock. It takes some seconds at most; of hosts that do not answer, and after this rank has destroyed
-    the group, ``record.hosts`` says so, and their ranks are ``"unknown"``.
+    If the group spans several hosts, this rank asks the other hosts, and converts their times to its own
+    clock. This takes some seconds at most. If a host does not answer, or this rank has destroyed the group,
+    ``record.hosts`` says so, and the ranks of that host are ``"unknown"``.
 
     Args:
         group: default: the default group.
 
     Raises:
         NotInitializedError: there is no default group.
-        InvalidArgumentError: this rank is not in the group, or there is nothing to record: the group is a
-            fake one, or its ranks have not met because it was never used.
+        InvalidArgumentError: this rank is not in the group, or there is no record: the group is a fake one,
+            or its ranks have not met because it was never used.
         InvalidArgumentTypeError: ``group`` is not a group.
     """
     chosen = default_group() if group is None else group

@@ -1,11 +1,11 @@
 """The agreement on groups that ranks make together: all must make the same.
 
-A rank that makes groups says first which in the store, in one request, under the name of the first of them:
-the first rank to come leaves its lists there, and every other compares its own with them. One whose lists
-differ puts in their place what differs, where all find it that come later, and has those hear of it that have
-gone on and wait for the others in the groups. Only ranks whose lists are the first one's go on, so nobody
-waits elsewhere. A rank that waits in a backend of somebody else, or for another host, does not hear of it;
-but whoever fails, if only because its time is up, looks here for the reason.
+Before a rank makes groups, it announces them in the store, in one request, under the name of the first of
+them: the first rank to come writes its lists there, and every other rank compares its own with them. A rank
+whose lists differ replaces them by a description of the difference, which all later ranks find, and tells the
+ranks that have gone on and wait for the others in the groups. Only ranks with the same lists as the first go
+on, so none waits in a different group. A rank that waits in a backend that is not torchestra's, or for
+another host, is not told; but a rank that fails, even by a time-out, looks here for the reason.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchestra.store.joint_errors import raising_together
 from torchestra.world.registry import compact
 
 _FEW = 16
-_MISMATCH, _CALL = b"x", b"c"  # how what is in the store begins
+_MISMATCH, _CALL = b"x", b"c"  # the first byte of the value in the store
 
 
 class GroupCall(NamedTuple):
-    """A rank's call of a function that makes groups.
+    """Describe a rank's call of a function that makes groups.
 
     Attributes:
         rank: the global rank that calls.
@@ -39,7 +39,7 @@ class GroupCall(NamedTuple):
     groups: Mapping[str, Sequence[int]]
 
     def encode(self) -> bytes:
-        """Return the call as bytes, short for ranks that are evenly spaced."""
+        """Return the call as bytes; evenly spaced ranks take few."""
         lists = [compact(ranks) for ranks in self.groups.values()]
         told = [
             {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else ranks
@@ -49,18 +49,18 @@ class GroupCall(NamedTuple):
 
     @staticmethod
     def decode(text: bytes) -> GroupCall:
-        """Return the call of :meth:`encode`."""
+        """Return the call that :meth:`encode` has encoded."""
         function, rank, names, told = json.loads(text[len(_CALL) :])
         lists = [range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks) for ranks in told]
         return GroupCall(function, rank, dict(zip(names, lists, strict=True)))
 
     @property
     def lists(self) -> list[Sequence[int]]:
-        """Return the ranks of each group, so that equal ones compare equal."""
+        """Return the ranks of each group, in a form in which equal lists compare equal."""
         return [compact(ranks) for ranks in self.groups.values()]
 
     def difference(self, first: GroupCall) -> str:
-        """Describe how two calls differ that should be one; empty if they do not."""
+        """Describe how this call differs from the first rank's; return an empty text if it does not."""
         if (self.function, self.lists) == (first.function, first.lists):
             return ""
         other = "it" if first.function == self.function else first.function
@@ -73,13 +73,14 @@ class GroupCall(NamedTuple):
 
 @contextlib.contextmanager
 def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]:
-    """Make groups in the block, if all ranks make the same.
+    """Run the block, which makes groups, if all ranks make the same ones.
 
     Args:
-        key: of the call, the same on all ranks that should call and never used before.
+        key: the key of the call, the same on all ranks that should call and never used before.
 
     Raises:
-        CollectiveMismatchError: another rank makes other groups; on every rank that has not made its own yet.
+        CollectiveMismatchError: another rank makes other groups; raised on every rank that has not made its
+            own yet.
     """
     key = f"new_group/{key}"
     with raising_together(parent.store, key, parent.size(), CollectiveMismatchError):
@@ -96,7 +97,7 @@ def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]
 
 
 def _check_same(parent: ProcessGroup, key: str, call: GroupCall) -> None:
-    """Compare a call with that of the first rank, or raise as :func:`same_call` does."""
+    """Compare a call with the first rank's; raise as :func:`same_call` does if they differ."""
     mine = call.encode()
     said = parent.store.compare_set(key, "", mine)
     if said == mine:
@@ -105,7 +106,7 @@ def _check_same(parent: ProcessGroup, key: str, call: GroupCall) -> None:
         _mismatch(said)
     first = GroupCall.decode(said)
     if difference := call.difference(first):
-        # Several may find one at once: all raise what the first of them says.
+        # Several ranks may find a difference at once: all raise the first one that was described.
         verdict = parent.store.compare_set(key, said, _MISMATCH + difference.encode())
         for name, ranks in first.groups.items():
             hosts = None if parent.maker is not None else parent.communicator.hosts_among(ranks)
@@ -124,7 +125,7 @@ def _text(lists: Sequence[Sequence[int]]) -> str:
 
 
 def _detail(mine: Sequence[Sequence[int]], first: Sequence[Sequence[int]]) -> str:
-    """Return where two calls differ, if that cannot be seen in their lists as they are shown."""
+    """Return where two calls differ, if their lists, as the message shows them, do not tell."""
     if len(mine) != len(first):
         return f" ({len(mine)} and {len(first)} groups)" if len(mine) > 1 or len(first) > 1 else ""
     if mine == first:
@@ -141,7 +142,7 @@ def _detail(mine: Sequence[Sequence[int]], first: Sequence[Sequence[int]]) -> st
 
 
 def checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
-    """Global ranks, as a range where they are many and evenly spaced.
+    """Return global ranks, as a range if they are many and evenly spaced.
 
     Raises:
         InvalidArgumentError: there are none, or some repeat or do not exist in a world of that size.

@@ -1,7 +1,7 @@
 """The world: making the default group, and destroying groups.
 
-What is made, here and in new_groups.py, is entered into the rank's registry (registry.py), which is the only
-state of torchestra that is not reached through an object, and which is changed in these two files only.
+Groups that are made here and in new_groups.py are entered into the rank's registry (registry.py). It is the
+only state of torchestra that is not reached through an object, and only these two files change it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GroupTerms(NamedTuple):
     """Hold the terms of a new group, whichever function makes it.
 
     Attributes:
-        timeout, backend, pg_options, device_id: as :func:`init_process_group` has them.
-        maker: what makes the group, instead of a backend; then its options may be anything.
+        timeout, backend, pg_options, device_id: as for :func:`init_process_group`.
+        maker: a function that makes the group, instead of a backend; then its options may be anything.
     """
 
     timeout: Timeout | None = None
@@ -53,7 +53,7 @@ class GroupTerms(NamedTuple):
     maker: GroupMaker | None = None
 
     def timeout_s(self, otherwise: Timeout) -> float:
-        """Return the time-out in seconds: as given, or in the options, or else another one."""
+        """Return the time-out in seconds: the one given, or the options', or else ``otherwise``."""
         options = self.pg_options if self.maker is None else None
         if options is not None and not isinstance(options, GroupOptions):
             raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
@@ -90,7 +90,7 @@ def member_group(group: AnyGroup | None, caller: str) -> ProcessGroup:
 
 
 def is_available() -> bool:
-    """Return whether torchestra can be used here: always."""
+    """Return whether torchestra can be used: always True."""
     return True
 
 
@@ -118,10 +118,10 @@ def init_process_group(
 
     Args:
         backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
-            None for whichever the rank was launched as. ``"fake"``: this rank alone, in a world of which the
+            None for the one that the rank was launched as. ``"fake"``: this rank alone, in a world whose
             other ranks do not exist (see fake.py). ``"gloo"``, torch.distributed's name for a backend of the
-            CPU, is as None. ``"nccl"``, or ``"cpu:native,cuda:nccl"``: as None, and
-            operations on CUDA tensors must be NCCL's (docs/guides/devices.md).
+            CPU, means the same as None. So do ``"nccl"`` and ``"cpu:native,cuda:nccl"``, but NCCL must then
+            run the operations on CUDA tensors (docs/guides/devices.md).
         init_method: where to meet: ``env://`` (default), ``file://path`` or ``tcp://host:port``.
         timeout: how long to wait for the others here, and in later operations; default 30 minutes.
         world_size, rank: how many ranks there are and which this one is; default: what the launcher
@@ -131,16 +131,16 @@ def init_process_group(
         pg_options: :class:`GroupOptions`, of which the time-out is used if ``timeout`` is not given.
         device_id: the CUDA device that this rank uses, a number or a torch.device; default: the one that is
             current, if the program has used CUDA before. Refused where torch was built without CUDA.
-        secret: what the ranks prove to each other to know, the same text on all of them; default: the
+        secret: a text, the same on all ranks, which they prove to each other to know; default: the
             environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
-            same user on one host meet, and ranks on several hosts cannot.
-        then: called when the default group is made, with no arguments. ``torchestra.interop.adopt`` makes it
+            same user on one host can meet, and ranks on several hosts cannot.
+        then: called without arguments when the default group is made. ``torchestra.interop.adopt`` makes it
             torch.distributed's default group as well.
 
     Raises:
         InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
             has a default group already.
-        DistBackendError: NCCL is asked for, and cannot be had.
+        DistBackendError: NCCL is asked for, and not available.
         CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
     """
     terms = GroupTerms(timeout, backend, pg_options, device_id)
@@ -158,7 +158,7 @@ def make_world(
     group_name: str,
     secret: Secret = None,
 ) -> None:
-    """:func:`init_process_group`, on any terms."""
+    """Do what :func:`init_process_group` does, on any terms."""
     world = own_world()
     if world.default is not None:
         raise InvalidArgumentError(
@@ -203,13 +203,13 @@ def make_world(
 
 
 def register(world: World, group: ProcessGroup, tag: str = "") -> None:
-    """Enter a new group into a registry, where the one that it is shrunk to will take its place."""
+    """Enter a new group into a registry, where the group that it is shrunk to will replace it."""
     world.add(group, tag)
     group.when_shrunk = partial(_replace, world, tag)
 
 
 def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> None:
-    """Put a shrunk group in the place of the one that it is made of."""
+    """Replace a group in the registry by the group that it was shrunk to."""
     world.remove(old)
     register(world, new, tag)
     if old is not world.default:
@@ -231,7 +231,7 @@ def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> No
 
 
 def _fake_world(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
-    """Return the store, rank and world size of a fake world: whoever is in it meets nobody."""
+    """Return the store, rank and world size of a fake world, whose only rank meets no other."""
     if not 0 <= rank < world_size < _MOST_FAKE_RANKS:
         raise InvalidArgumentError(
             'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
@@ -257,14 +257,14 @@ def start_group(
     """Make a group whose members call this, each with its own rank; returns when all have come.
 
     Args:
-        store: what the members share.
+        store: a store that the members share.
         ranks: the members' global ranks.
-        rank: this one's number in the group.
+        rank: this rank's number in the group.
         name: of the group, never used before.
-        backend, hosts, request, agreement: as start() in process_group/starting.py has them.
+        backend, hosts, request, agreement: as for start() in process_group/starting.py.
         timeout_s: the group's time-out.
         deferred: return at once; the members meet in their first operation.
-        maker: what makes the group instead of a backend.
+        maker: a function that makes the group instead of a backend.
     """
     if maker is not None:
         made = maker(store, ranks, rank, name, timeout_s)
@@ -296,11 +296,11 @@ def start_group(
 def destroy_process_group(group: AnyGroup | None = None) -> None:
     """Leave a group, or with None (or the default group) all of them.
 
-    Operations that are queued are run first. Whoever waits for this rank in the group gets an error. Results
-    of functional collectives that were never waited for are told in a RuntimeWarning.
+    Operations that are queued are run first. Ranks that wait for this one in the group get an error. A
+    RuntimeWarning names results of functional collectives that were never waited for.
 
     Raises:
-        NotInitializedError: there is no such group; it is a NothingToDestroyError where there is no default
+        NotInitializedError: there is no such group; it is a NothingToDestroyError if there is no default
             group.
     """
     world = current_world()
@@ -346,13 +346,13 @@ def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
 
 @checked
 def get_group_rank(group: AnyGroup, global_rank: int) -> int:
-    """Return the number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
+    """Return the number in ``group`` of a global rank; raise InvalidArgumentError if it is not in it."""
     return _registered(group, "get_group_rank").to_group_rank(global_rank, "global_rank", "get_group_rank")
 
 
 @checked
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
-    """Return the global number of a rank of ``group``; InvalidArgumentError if there is none."""
+    """Return the global number of a rank of ``group``; raise InvalidArgumentError if there is none."""
     return _registered(group, "get_global_rank").to_global_rank(group_rank, "group_rank", "get_global_rank")
 
 

@@ -1,4 +1,4 @@
-"""Making groups beside the default group: by all ranks of the world, or by their members only."""
+"""Making groups other than the default group: by all ranks of the world, or by their members only."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def new_group(
         timeout: for operations of the group; default: that of the default group.
         backend: None or the default group's; ``"nccl"`` as for :func:`init_process_group`.
         pg_options, device_id: as for :func:`init_process_group`.
-        use_local_synchronization: if true, only the members need to call, and groups that have members in
-            common must be made in the same order by them.
+        use_local_synchronization: if true, only the members need to call, and ranks that are members of
+            several such groups must make them in the same order.
         group_desc: a description.
         sort_ranks: number the members in the order of their global ranks; if false, as they are given.
 
@@ -54,14 +54,14 @@ def new_group(
         NotInitializedError: there is no default group.
         CollectiveTimeoutError: not all members came in time.
         CollectiveMismatchError: another rank has called it with other ranks, or makes groups by another
-            function; on every rank that has not got its group yet. The other groups stay usable.
+            function; raised on every rank that has not made its group yet. The other groups stay usable.
     """
     terms = GroupTerms(timeout, backend, pg_options, device_id)
     return make_group(in_order(ranks) if sort_ranks else ranks, terms, use_local_synchronization, group_desc)
 
 
 def in_order(ranks: Sequence[int] | None) -> Sequence[int] | None:
-    """Global ranks by their numbers; InvalidArgumentError if they are no ranks of the default group."""
+    """Sort global ranks; raise InvalidArgumentError if they are not ranks of the default group."""
     return None if ranks is None else sorted(checked_ranks(ranks, default_group().size()))
 
 
@@ -75,15 +75,15 @@ def make_group(
     deferred: bool = False,
     name: str = "",
 ) -> AnyGroup:
-    """:func:`new_group` with more choices, and with the ranks in the order in which they are given.
+    """Do what :func:`new_group` does, with more choices, and number the ranks in the given order.
 
     Args:
         tag: tells groups of the same ranks apart: if there is a group of these ranks and this tag already, it
             is returned. Without a tag a new group is made each time.
-        deferred: return at once; the members meet in their first operation. Whoever is a member must call,
-            as with ``use_local_synchronization``.
-        name: of the group, the same on all members and never used before; default: made from how many groups
-            there have been.
+        deferred: return at once; the members meet in their first operation. All members must call, as with
+            ``use_local_synchronization``.
+        name: of the group, the same on all members and never used before; default: derived from how many
+            groups there have been.
     """
     terms = _terms(asked)
     world, parent = terms.world, terms.parent
@@ -100,7 +100,7 @@ def make_group(
 def make_groups(
     function: str, lists: Sequence[Sequence[int]], asked: GroupTerms, group_desc: str | None = None
 ) -> list[AnyGroup]:
-    """:func:`new_group` of each of several lists; ``function`` is what the caller calls this."""
+    """Make a :func:`new_group` of each of several lists; messages name ``function`` as the caller."""
     terms = _terms(asked)
     size = terms.parent.size()
     chosen = [compact(sorted(checked_ranks(ranks, size))) for ranks in lists]
@@ -114,7 +114,7 @@ def make_parts(
     asked: GroupTerms,
     group_desc: str | None = None,
 ) -> list[AnyGroup]:
-    """Make a group of each of some parts of a group. Must be called by all ranks of that, and by no other.
+    """Make a group of each of some parts of a group. Must be called by all ranks of that group, and no other.
 
     Args:
         call: the function that the program has called.
@@ -131,7 +131,7 @@ def make_parts(
 
 
 class _Terms(NamedTuple):
-    """The terms that all groups of one call have in common, with what was not asked for chosen."""
+    """Hold the terms that all groups of one call have in common, defaults filled in."""
 
     world: World
     parent: ProcessGroup
@@ -162,14 +162,14 @@ def _terms(asked: GroupTerms) -> _Terms:
 def _name_in(parent: ProcessGroup, name: str) -> str:
     if parent.group_name == DEFAULT_NAME:
         return name
-    return f"{name}@{parent.group_name}"  # groups of the world before it was shrunk may have the other
+    return f"{name}@{parent.group_name}"  # groups made before the world was shrunk may have the short one
 
 
 def _make_together(
     terms: _Terms, function: str, lists: Sequence[Sequence[int]], group_desc: str | None, tag: str = ""
 ) -> list[AnyGroup]:
     """Make groups that all ranks of the world make."""
-    terms.world.made += 1  # by calls, so that ranks which differ in a call still agree on the next one
+    terms.world.made += 1  # counts calls, so that ranks which differ in one still agree on the next
     key = _name_in(terms.parent, str(terms.world.made))
     if len(lists) == 1:
         names = [key]

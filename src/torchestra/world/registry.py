@@ -1,7 +1,7 @@
 """The registry of a rank's groups, by name and by tag.
 
-A process that is a rank has one :class:`World`. Where ranks are threads each has its own, which a thread
-finds by the rank that it belongs to (thread_ranks.py).
+A process that is a rank has one :class:`World`. If ranks are threads, each has its own, which a thread finds
+by the rank that it belongs to (thread_ranks.py).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
 from torchestra.system.forking import forget_in_children
 
-_BY_NAME = "ptd:"  # as torch has it, where code looks for it
+_BY_NAME = "ptd:"  # torch's prefix, which code looks for
 _SHORT = 16
 
 
 @dataclass(eq=False)
 class World:
-    """One rank's groups, and how often it has made some.
+    """Hold one rank's groups, and count how often it has made some.
 
-    A *tag* tells groups of the same ranks apart: there is one group per tag and set of ranks. The tag of a
-    group that was given none is made from its name, so that tag and ranks find every group again.
+    A *tag* tells groups of the same ranks apart: there is one group per tag and set of ranks. A group that
+    was made without a tag gets one derived from its name, so that tag and ranks identify every group.
 
     Attributes:
         groups: by name, in the order in which they were made.
         made: how many calls there have been in which all ranks made groups together.
         made_locally: the same for groups that only their members made, by :func:`label` of the ranks.
-        thread: the one that the rank's program runs in: while it lives the rank does.
-        known_as: what the program calls a backend, where that is not its name.
+        thread: the thread that the rank's program runs in; the rank lives as long as it.
+        known_as: the program's names for backends, where they differ from ours.
         others: the global ranks of the last group that compat has made without this rank.
-        inherited: whether this process was forked from the rank. It may ask what the rank's groups are, as a
-            data set does that is read by such children; their operations are refused.
+        inherited: whether this process was forked from the rank. It may ask for the rank's groups, as the
+            data set of a forked loader does, but their operations are refused.
     """
 
     default: ProcessGroup | None = None
@@ -65,7 +65,7 @@ class World:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child, which is not the rank."""
+        """Mark the registry as inherited, in a forked child, which is not the rank."""
         self.inherited = True
 
     def add(self, group: ProcessGroup, tag: str = "") -> None:
@@ -76,13 +76,13 @@ class World:
             self._tags[group.group_name] = tag
 
     def rename_backends(self, names: Mapping[str, str]) -> None:
-        """Have groups, and those still to be made, tell these names of their backends."""
+        """Have all groups, also those still to be made, report these names for their backends."""
         self.known_as = dict(names)
         for group in self.groups.values():
             group.known_as = names.get(group.backend, group.backend)
 
     def register_direct(self, group: ProcessGroup) -> None:
-        """Have :meth:`group` find a group that was made directly, as long as there is it.
+        """Have :meth:`group` find a group that was made directly, as long as the group exists.
 
         Raises:
             InvalidArgumentError: there is another of the same name.
@@ -134,12 +134,12 @@ class World:
         return found
 
     def tag_of(self, group: ProcessGroup) -> str:
-        """Return the tag of a group; one made from its name where it was given none."""
+        """Return the tag of a group; if it was made without one, a tag derived from its name."""
         return self._tags.get(group.group_name, _BY_NAME + group.group_name)
 
     def find(self, ranks: Sequence[int], tag: str = "") -> ProcessGroup | None:
-        """Return the group of these global ranks, in any order, that has the tag; without a tag, the first
-        that was given none. None if there is none.
+        """Return the group of these global ranks, in any order, that has the tag, or None; without a tag, the
+        first that was made without one.
         """
         if tag.startswith(_BY_NAME):
             candidates = [group for group in (self.groups.get(tag[len(_BY_NAME) :]),) if group is not None]
@@ -167,7 +167,7 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """Return a short text for some ranks, in this order, that no others have."""
+    """Return a short text that is unique to these ranks in this order."""
     if len(ranks) <= _SHORT:
         return "-".join(map(str, ranks))
     spaced = compact(ranks)
@@ -187,7 +187,7 @@ def current_world() -> World:
 
 
 def own_world() -> World:
-    """:func:`current_world`; in a forked child, an empty one in place of what it has inherited."""
+    """Return :func:`current_world`; in a forked child, an empty one in place of the inherited one."""
     world = current_world()
     if world.inherited:
         leave_thread_rank()

@@ -1,4 +1,4 @@
-"""``shrink_group``: torch's public way to go on without some ranks, over :meth:`ProcessGroup.shrink`."""
+"""``shrink_group``: torch's public function to go on without some ranks, over :meth:`ProcessGroup.shrink`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group
 
 SHRINK_DEFAULT = 0x00
-"""For :func:`shrink_group`: what this rank has begun in the group ends first."""
+"""For :func:`shrink_group`: operations that this rank has begun in the group end first."""
 
 SHRINK_ABORT = 0x01
-"""For :func:`shrink_group`: what has been begun in the group fails."""
+"""For :func:`shrink_group`: operations that have been begun in the group fail."""
 
 
 @checked
@@ -21,18 +21,18 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: None = None,
 ) -> ProcessGroup:
-    """Make a group without some ranks, and put it in the old one's place.
+    """Make a group without some ranks, which replaces the old one.
 
-    To be called by every rank that goes on, and by none of the others; all give the same ranks. Those may be
-    dead or alive; if others have died too, the new group is without them as well. For all else see
-    :meth:`ProcessGroup.shrink`, which finds out by itself who has died. Unlike torch's, it does not destroy
-    other groups when it shrinks the default group: those whose ranks are all left go on.
+    To be called by every rank that goes on, and by no other; all give the same ranks. Those may be dead or
+    alive; if others have died too, the new group is without them as well. For all else see
+    :meth:`ProcessGroup.shrink`, which finds out by itself which ranks have died. Unlike torch's, it does not
+    destroy other groups when it shrinks the default group: those that have lost no rank go on.
 
     Args:
         ranks_to_exclude: ranks, in the group's numbering; at least one.
-        group: which; default: the default group, in whose place the new one then is.
-        shrink_flags: ``SHRINK_DEFAULT`` lets what this rank has begun in the group end first, in the time
-            that the group has for operations; ``SHRINK_ABORT`` has it fail at once, on all ranks.
+        group: the group; default: the default group, which the new one then replaces.
+        shrink_flags: with ``SHRINK_DEFAULT``, operations that this rank has begun in the group end first,
+            within the group's time-out; with ``SHRINK_ABORT`` they fail at once, on all ranks.
         pg_options: must be None; this backend has no options.
 
     Returns:

@@ -30,7 +30,7 @@ def new_subgroups(
     Args:
         group_size: ranks per subgroup, a divisor of the group's size; default: the number of CUDA devices.
         group: the group to cut; default: the default group.
-        timeout, backend, pg_options, group_desc: as for :func:`torchestra.new_group`, of each subgroup.
+        timeout, backend, pg_options, group_desc: as for :func:`torchestra.new_group`, for each subgroup.
 
     Returns:
         The subgroup that this rank is in, and all subgroups (a :class:`NonMember` for each of the others).
@@ -75,7 +75,7 @@ def new_subgroups_by_enumeration(
     pg_options: GroupOptions | None = None,
     group_desc: str | None = None,
 ) -> tuple[AnyGroup | None, list[AnyGroup]]:
-    """Make a group of each of several lists of global ranks. Must be called by every rank of the world.
+    """Make a group from each of several lists of global ranks. Must be called by every rank of the world.
 
     No rank may be in two of the lists; a rank may be in none.
 
@@ -84,8 +84,8 @@ def new_subgroups_by_enumeration(
         others).
 
     Raises:
-        InvalidArgumentError: there are no lists, or one of them is not what :func:`torchestra.new_group`
-            takes, or a rank is in two of them.
+        InvalidArgumentError: there are no lists, :func:`torchestra.new_group` does not take one of them, or a
+            rank is in two of them.
         CollectiveMismatchError: another rank has given other lists.
     """
     if not ranks_per_subgroup_list:
@@ -127,9 +127,9 @@ def split_group(
 
     Args:
         parent_pg: the group to split; default: the default group.
-        split_ranks: for each part its ranks, *numbers in the group*. No rank may be in two parts; it may be
+        split_ranks: the ranks of each part, as *numbers in the group*. No rank may be in two parts; it may be
             in none. A part's ranks are numbered in their order in the group.
-        timeout: for operations of the parts; default: that of the default group.
+        timeout: for operations of the parts; default: the default group's.
         pg_options, backend: as for :func:`torchestra.new_group`.
         group_desc: a description; default: the group's, ``:split:`` and how often it has been split before.
 
