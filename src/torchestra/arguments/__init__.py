@@ -1,1 +1,1 @@
-"""The arguments of public functions: options, and what annotations do not allow is refused."""
+"""The arguments of public functions: options, and checks against annotations."""

@@ -1,12 +1,12 @@
-"""Arguments that a public function's annotations do not allow: refused before the function begins.
+"""Refuse arguments that a public function's annotations do not allow, before the function begins.
 
-:func:`checked` goes in front of functions whose calls may take a microsecond more; the collectives and
-messages on tensors, which may not, check theirs in the general way of their communicator (checks.py).
+:func:`checked` decorates functions whose calls may take a microsecond more; the collectives and messages on
+tensors, which may not, check theirs in the general way of their communicator (checks.py).
 
-What a parameter is annotated with is what it takes. Integers may be NumPy's, and arrive as ints; lists may be
-tuples, and those of numbers arrays or sets; 0 and 1 are taken for booleans, and booleans not for numbers.
-Durations are checked for their range, too (:func:`timeout_seconds`). What else must hold of a value, the
-function itself has to check.
+A parameter takes the types in its annotation. Integers may be NumPy's, and arrive as ints; lists may be
+tuples, and lists of numbers arrays or sets; 0 and 1 are accepted as booleans, but booleans not as numbers.
+Durations are checked for their range, too (:func:`timeout_seconds`). The function itself has to check all
+other conditions.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Rule:
     """Describe the values that one parameter takes.
 
     Attributes:
-        exact: classes whose values are taken without a question.
+        exact: classes whose values are accepted without further checks.
         expected: the same in words.
     """
 
@@ -111,7 +111,7 @@ class _Rule:
         self.expected = " or ".join(dict.fromkeys([*map(_words, self.branches), *(["None"] * self.optional)]))
 
     def taken(self, value: object, parameter: str, name: str) -> Any:
-        """Return the value, as the function is to have it; InvalidArgumentError if it is not taken."""
+        """Return the value in the form for the function; raise InvalidArgumentError if it is not accepted."""
         if self.anything or (value is None and self.optional):
             return value
         if self.is_duration and not any(
@@ -131,7 +131,7 @@ class _Rule:
 
 
 def _accepts(hint: Any, value: object) -> bool:
-    """Return whether a value is what an annotation, which is no union at its top, says."""
+    """Return whether a value fits an annotation, which must not be a union at its top level."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (Any, object) or isinstance(hint, TypeVar):
         return True
@@ -194,7 +194,7 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    """Return an annotation as it is put in messages."""
+    """Return the words for an annotation in messages."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return " or ".join(map(_words, arguments))
@@ -225,7 +225,7 @@ def _plural(hint: Any) -> str:
 
 
 class _Checker:
-    """Checks the arguments of one function; made of its annotations when it is first called."""
+    """Check the arguments of one function; made from its annotations when it is first called."""
 
     def __init__(self, function: Callable[..., Any], but: frozenset[str]) -> None:
         self.name = function.__qualname__.removesuffix(".__init__")
@@ -245,7 +245,7 @@ class _Checker:
                     self.positional.append((each.name, rule))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Check a call's arguments; the positional ones, as the function is to have them."""
+        """Check a call's arguments; return the positional ones in the form for the function."""
         changed: list[Any] | None = None
         for place, value in enumerate(args):
             if place < len(self.positional):
@@ -287,7 +287,7 @@ def checked(function: Callable[_P, _R], but: Iterable[str] = ()) -> Callable[_P,
 
 
 def checked_methods(owner: _Class) -> _Class:
-    """:func:`checked`, for the constructor and all public methods that a class defines itself."""
+    """Apply :func:`checked` to the constructor and all public methods that a class defines itself."""
     for name, value in list(vars(owner).items()):
         if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")):
             setattr(owner, name, checked(value))

@@ -51,10 +51,13 @@ class OperationOptions:
     asyncOp: bool = True
 
     def seconds(self, name: str = "") -> float | None:
-        """Return the time-out in seconds, or None for the group's; InvalidArgumentError if it is no duration.
+        """Return the time-out in seconds, or None for the group's.
 
         Args:
-            name: of the function that the options are for, for messages.
+            name: the function that the options are for, for messages.
+
+        Raises:
+            InvalidArgumentError: it is not a duration.
         """
         unset = isinstance(self.timeout, timedelta) and self.timeout == _UNSET
         return None if unset else timeout_seconds(self.timeout, name)
@@ -135,7 +138,7 @@ def _also(name: str) -> property:
 
 
 class GroupOptions:
-    """Of a :class:`ProcessGroup` that is made directly.
+    """Hold the options of a :class:`ProcessGroup` that is made directly.
 
     Every attribute can also be spelled with an underscore before it.
 
@@ -144,8 +147,8 @@ class GroupOptions:
             a timedelta; default 30 minutes.
         threads, devices: how many threads torch's Gloo group uses and over which network devices; kept,
             but nothing here depends on them.
-        backend: ``"native"`` (the ranks are processes), ``"threads"``, or None for what the calling rank is.
-        group_name: of the group, the same on all ranks; None for one made up.
+        backend: ``"native"`` (the ranks are processes), ``"threads"``, or None for the calling rank's.
+        group_name: the group's name, the same on all ranks; None to have one generated.
     """
 
     @checked

@@ -46,7 +46,7 @@ def all_reduce_coalesced(
         With ``async_op`` a future of the list of tensors; else, and on a rank that is not in the group, None.
 
     Raises:
-        InvalidArgumentError: the list is empty, or dtypes differ in it. And as the functions of
+        InvalidArgumentError: the list is empty, or dtypes differ in it; and as the functions of
             collectives.py.
     """
     name = "all_reduce_coalesced"
@@ -80,8 +80,8 @@ def all_gather_coalesced(
         With ``async_op`` a future of the lists of outputs; else, and on a rank outside of the group, None.
 
     Raises:
-        InvalidArgumentError: there are not as many lists as ranks, or one is not like the inputs; and as the
-            functions of collectives.py.
+        InvalidArgumentError: there are not as many lists as ranks, or one does not match the inputs; and as
+            the functions of collectives.py.
     """
     name = "all_gather_coalesced"
     member = default_group() if group is None else _member(group, name)
@@ -102,7 +102,7 @@ def all_gather_coalesced(
 
 
 class CoalescingManager:
-    """Collect the works of a block; :func:`coalescing_manager` hands it out.
+    """Collect the works of a block; :func:`coalescing_manager` gives it to the block.
 
     Attributes:
         works: the Works to wait for; filled at the end of the block if its operations are asynchronous.
@@ -117,7 +117,7 @@ class CoalescingManager:
             self.works.append(work)
 
     def wait(self) -> None:
-        """Wait until all works are done; raises what the first that failed has failed with."""
+        """Wait until all works are done; raise the error of the first that has failed."""
         for work in self.works:
             work.wait()
 
@@ -130,11 +130,11 @@ def coalescing_manager(
     """Run the collectives that the block calls on a group as one operation, at its end.
 
     To be used by all ranks alike. In the block the collectives check their arguments and return at once; a
-    Work that one returns (``async_op=True``) is done with the others. They may be of any kinds. Messages,
-    and what other threads call, are not held back.
+    Work that one returns (``async_op=True``) is done with the others. They may be of any kinds. Messages, and
+    calls from other threads, are not held back.
 
-    If the block ends with an exception, nothing that it collected is run. The other ranks may wait for it, so
-    unless it had collected nothing the group is aborted.
+    If the block ends with an exception, no collected operation is run. The other ranks may wait for them, so
+    the group is aborted if any were collected.
 
     If the ranks' calls do not match in one of the operations, every rank raises CollectiveMismatchError after
     the others have been run.
@@ -142,8 +142,8 @@ def coalescing_manager(
     Args:
         group: default: the default group.
         device: has no meaning here.
-        async_ops: whether the end of the block only begins the operation; ``wait()`` of what the block is
-            handed waits for it.
+        async_ops: whether the end of the block only begins the operation; ``wait()`` of the manager that the
+            block is given waits for it.
     """
     member = default_group() if group is None else _member(group, "coalescing_manager")
     manager = CoalescingManager()
@@ -159,7 +159,7 @@ def coalescing_manager(
         try:
             yield manager
         except BaseException as error:
-            # Whichever error: one that is no fault of these operations may be this rank's alone.
+            # For any error: one that these operations did not cause may be this rank's alone.
             if steps := [step for steps in collected for step in steps]:
                 communicator.queue.leave(describe_coalesced(steps), error)
             raise
@@ -169,11 +169,11 @@ def coalescing_manager(
 
 
 class P2POp:
-    """A message to be sent or received, for :func:`batch_isend_irecv`.
+    """A message to send or receive, for :func:`batch_isend_irecv`.
 
     Args:
         op: ``torchestra.isend`` or ``torchestra.irecv``.
-        tensor: to be sent, or to be received into.
+        tensor: the tensor to send, or to receive into.
         peer: the other rank's global number, or instead
         group_peer: its number in the group.
         group: default: the default group.
@@ -213,13 +213,13 @@ class P2POp:
             self.peer = self.group.to_global_rank(self.group_peer)
 
     def serving(self) -> Any:
-        """Return the communicator of the tensor's device, where messages of it are delegated; else None."""
+        """Return the communicator of the tensor's device, if it serves this message; else None."""
         if isinstance(self.group, NonMember):
             return None
         return serving_message(self.group.communicator, self.tensor, self.tag)
 
     def begin(self) -> Work | None:
-        """Begin to send or receive; None, with a warning, on a rank that is not in the group."""
+        """Begin to send or receive; on a rank that is not in the group, warn and return None."""
         if isinstance(self.group, NonMember):
             return self.op(self.tensor, group=self.group)
         rank = {"group_dst" if self.op is isend else "group_src": self.group_peer}

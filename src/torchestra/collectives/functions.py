@@ -62,7 +62,7 @@ _NO_TAG = 0
 
 
 def warn_not_in_group(group: NonMember, name: str, stacklevel: int = 4) -> None:
-    """Warn, in torch's words, that a function does nothing on this rank; named is the line that called it."""
+    """Warn, in torch's words and at the calling line, that a function does nothing on this rank."""
     rank = get_rank() if is_initialized() else -1
     warnings.warn(
         f"Running {name} on global rank {rank} which does not belong to the given group: this rank is"
@@ -127,7 +127,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay."""
+    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others do not change."""
     member = default_group() if group is None else _member(group, "reduce")
     if member is None:
         return None
@@ -257,7 +257,7 @@ def all_to_all(
     group: AnyGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send ``input_tensor_list[p]`` to rank p, and put what it sends here into ``output_tensor_list[p]``."""
+    """Send ``input_tensor_list[p]`` to rank p, and receive its tensor into ``output_tensor_list[p]``."""
     member = default_group() if group is None else _member(group, "all_to_all")
     if member is None:
         return None
@@ -294,10 +294,10 @@ def scan(
     group: AnyGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Replace the tensor of each rank by the reduction of those of the ranks up to it, its own included.
+    """Replace the tensor of each rank by the reduction of the tensors of ranks up to it, its own included.
 
-    The order is that of the numbers within the group. This is MPI's inclusive scan; AVG divides by the number
-    of ranks that have taken part. Tensors of GPUs go through the host.
+    Ranks are ordered by their numbers within the group. This is MPI's inclusive scan; AVG divides by the
+    number of ranks in the reduction. Tensors of GPUs go through the host.
     """
     member = default_group() if group is None else _member(group, "scan")
     if member is None:
@@ -311,10 +311,10 @@ def exscan(
     group: AnyGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Replace the tensor of each rank by the reduction of those of the ranks before it.
+    """Replace the tensor of each rank by the reduction of the tensors of the ranks before it.
 
-    Nobody is before rank 0 of the group, whose tensor stays as it is (in MPI's exclusive scan it is
-    undefined). Else as :func:`scan`.
+    The tensor of rank 0 of the group does not change (in MPI's exclusive scan it is undefined). Otherwise as
+    :func:`scan`.
     """
     member = default_group() if group is None else _member(group, "exscan")
     if member is None:
@@ -344,16 +344,16 @@ def barrier(
 def monitored_barrier(
     group: AnyGroup | None = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all ranks; if some do not come in time, rank 0 of the group says which.
+    """Wait for all ranks; if some do not come in time, rank 0 of the group names them.
 
-    Rank 0 waits for the others, and they wait for its word. It counts the time: ``timeout``, by default the
-    group's. Whatever else the group has under way does not hold it up.
+    Rank 0 waits for the others, and they wait for its reply. Only rank 0 applies the ``timeout``, by default
+    the group's. Other operations of the group do not delay it.
 
     Args:
         wait_all_ranks: name all ranks that did not come, and not just the first.
 
     Raises:
-        CollectiveTimeoutError: on rank 0: ranks did not come in time; ``missing`` says which.
+        CollectiveTimeoutError: on rank 0: ranks did not come in time; ``missing`` names them.
         RankFailedError: a rank has died.
         GroupAbortedError: on another rank: rank 0 has given up. The group can no longer be used then.
     """
@@ -380,7 +380,7 @@ def send(
         member = default_group() if group is None else _member(group, "send")
     if member is None:
         return
-    ranks = member.ranks  # in most groups a range, which is asked here: a call takes longer than the message
+    ranks = member.ranks  # usually a range, which is asked inline: a call takes longer than the message
     if group_dst is None and dst.__class__ is int and ranks.__class__ is range and dst in ranks:
         peer = ranks.index(dst)
     else:
@@ -398,7 +398,7 @@ def recv(
     """Receive a tensor from rank ``src`` (default: from any) and return the global rank that sent it.
 
     To be called by the receiver only; a rank that is not in the group gets -1. A message of another dtype or
-    size is thrown away with a DistBackendError that says what came. A time-out before anything was received
+    size is discarded with a DistBackendError that describes it. A time-out before anything was received
     leaves the group usable.
     """
     member = process_world.default if group is None and current_thread_rank() is None else None
@@ -422,7 +422,7 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Begin to :func:`send`; the tensor must stay as it is until the work is done."""
+    """Begin to :func:`send`; the tensor must not be changed until the work is done."""
     member = default_group() if group is None else _member(group, "isend")
     if member is None:
         return None

@@ -3,11 +3,11 @@
 Objects are pickled (tensors/serialization.py): use these only among ranks that trust each other. Each is to
 be called by every rank of the group, in the same order, except send_object_list and recv_object_list, which
 are for the two ranks that they are between. They block until they are done. A small object takes one
-operation on tensors; larger ones take one more, and one for each large tensor or array (some 32 KiB) within.
+operation on tensors; larger ones take one more, and one for each large tensor or array (about 32 KiB) within.
 
-Raised by all of them: InvalidArgumentError (wrong arguments; nothing was sent) and what the operations on
-tensors raise. Of the collectives, the rank whose object cannot be pickled raises an UnpicklableObjectError,
-and all others an ObjectTransferError that names it. An object that cannot be unpickled where it arrives
+Raised by all of them: InvalidArgumentError (wrong arguments; nothing was sent) and the errors of operations
+on tensors. In a collective, a rank whose object cannot be pickled raises an UnpicklableObjectError, and all
+others raise an ObjectTransferError that names it. An object that cannot be unpickled where it arrives
 raises an ObjectTransferError there, and only there. The group stays usable in both cases.
 """
 
@@ -94,8 +94,8 @@ def broadcast_object_list(
 ) -> None:
     """Replace the objects in ``object_list`` by those of rank ``src`` (default: the group's rank 0).
 
-    All lists must have the same length; that of ``src`` stays as it is. ``device`` has no effect: objects
-    travel through memory of the host, and tensors in them keep their device.
+    All lists must have the same length; the list of ``src`` does not change. ``device`` has no effect:
+    objects go through memory of the host, and tensors in them keep their device.
     """
     name = "broadcast_object_list"
     member = default_group() if group is None else _member(group, name)
@@ -132,7 +132,7 @@ def scatter_object_list(
 ) -> None:
     """Put ``scatter_object_input_list[p]`` of rank ``src`` into ``scatter_object_output_list[0]`` of rank p.
 
-    ``src`` is by default the group's rank 0; the other ranks' input lists are not looked at.
+    ``src`` is by default the group's rank 0; the other ranks' input lists are ignored.
     """
     name = "scatter_object_list"
     member = default_group() if group is None else _member(group, name)
@@ -189,9 +189,9 @@ def send_object_list(
 ) -> None:
     """Send objects to rank ``dst``, which must call :func:`recv_object_list`.
 
-    To be called by the sender only. ``device`` and ``use_batch`` have no effect. What cannot be pickled is
-    refused before anything is sent.
-    They are messages with tag 0, and keep their order among those.
+    To be called by the sender only. ``device`` and ``use_batch`` have no effect. If an object cannot be
+    pickled, nothing is sent.
+    The objects go as messages with tag 0, and keep their order among those.
     """
     name = "send_object_list"
     member = default_group() if group is None else _member(group, name)
@@ -250,13 +250,13 @@ def recv_object_list(
     return member.to_global_rank(source)
 
 
-# -- how packed objects travel
+# -- transfer of packed objects
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> list[PackedObjects]:
-    """Return the objects of all ranks, on the root or (None) on every rank; else an empty list."""
+    """Return the objects of all ranks, on the root or (None) on every rank; an empty list on the others."""
     communicator, size, rank = member.communicator, member.size(), member.rank()
     own, error = _packed([obj], name)
     receives = root is None or root == rank
@@ -303,7 +303,7 @@ def _blocks(all_packed: list[PackedObjects]) -> list[torch.Tensor]:
 
 
 def _packed(objects: Sequence[object], name: str) -> tuple[PackedObjects, Exception | None]:
-    """Pack objects, or the reason why they cannot be: the others wait for something in any case."""
+    """Pack objects, or the reason why that fails: the other ranks wait for a message in any case."""
     try:
         return PackedObjects.of(objects, name), None
     except Exception as error:
@@ -323,7 +323,7 @@ def _packed_for_each(objects: Sequence[object], name: str) -> tuple[list[PackedO
 def _failure(
     all_packed: dict[int, PackedObjects], own: Exception | None, member: ProcessGroup, name: str
 ) -> Exception | None:
-    """Return the error for all ranks if any had no objects to send; this one's own reason first."""
+    """Return the error for all ranks if any could not pack its objects; this rank's own reason first."""
     failures = {rank: packed.reason for rank, packed in all_packed.items() if packed.failed}
     if own is not None or not failures:
         return own
@@ -349,7 +349,7 @@ def _unpacked(packed: PackedObjects, sender: int, member: ProcessGroup, name: st
 
 
 def _unpack_each(all_packed: list[PackedObjects], places: list[Any], member: ProcessGroup, name: str) -> None:
-    """Put each rank's object into its place; all that can be, before an error is raised."""
+    """Put each rank's object into its place; put all readable ones before raising an error."""
     error: ObjectTransferError | None = None
     for rank, packed in enumerate(all_packed):
         try:
@@ -400,7 +400,7 @@ def _check_not_self(member: ProcessGroup, rank: int, role: str, name: str) -> No
 
 
 def _check_device(device: object, name: str) -> None:
-    """Refuse what is no device that there is here."""
+    """Refuse a device that does not exist here."""
     if device is None:
         return
     try:

@@ -1,13 +1,13 @@
-"""The operations that MPI-4 calls persistent: set up once, and started again and again on the same tensors.
+"""Persistent operations, as in MPI-4: set up once, and started repeatedly on the same tensors.
 
 ``plan = dist.all_reduce_init(tensor)`` checks its arguments as :func:`torchestra.all_reduce` does, and sends
 nothing. ``plan.start()`` begins the operation, ``plan.wait()`` waits for its end, and ``plan()`` does both. A
-start takes the place among the group's operations that a call of the ordinary one would. So all ranks start
-in the same order, and a rank may also call the ordinary operation there.
+start counts as a call of the ordinary operation in the group's order. So all ranks must start in the same
+order, and a rank may also call the ordinary operation instead.
 
-Arguments are those of the ordinary functions, but for ``async_op``. The tensors keep their memory: a start
-refuses one whose storage was resized, or that was given another. Tensors that are not contiguous are copied
-on every start. On a rank that is not in the group the functions warn, and return what does nothing.
+Arguments are those of the ordinary functions, without ``async_op``. The tensors must keep their memory: a
+start refuses a tensor whose storage was resized or replaced. Tensors that are not contiguous are copied on
+every start. On a rank that is not in the group the functions warn, and return an operation that does nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _collective(
     root: tuple[int | None, int | None] = (None, None),
     splits: tuple[Any, Any] = (None, None),
 ) -> PersistentOperation:
-    """Set up any collective; ``root`` is the global rank, or that in the group."""
+    """Set up any collective; the root is a global rank, or a number in the group."""
     name = f"{row.name}_init"
     member = default_group() if group is None else _member(group, name, 5)
     if member is None:
@@ -166,7 +166,7 @@ def recv_init(
     tag: int = 0,
     group_src: int | None = None,
 ) -> PersistentOperation:
-    """Set up :func:`torchestra.recv`; to be called by the receiver only. ``source_rank()`` says who sent."""
+    """Set up :func:`torchestra.recv`; to be called by the receiver only. ``source_rank()`` is the sender."""
     member = default_group() if group is None else _member(group, "recv_init")
     if member is None:
         return PersistentOperation("recv")
@@ -180,13 +180,13 @@ def recv_init(
 def start_all(plans: Sequence[PersistentOperation]) -> None:
     """Start persistent operations, in the order of the list, or none of them.
 
-    Each is to be waited for. Of messages the order does not matter; of the collectives of a group it is that
-    in which they run, the same on all ranks.
+    Each must be waited for. The order of messages does not matter; collectives of a group run in this order,
+    which must be the same on all ranks.
 
     Raises:
-        InvalidArgumentError: something else is in the list, or one of them twice. Nothing was started.
+        InvalidArgumentError: the list holds another object, or an operation twice. Nothing was started.
         NotReadyError: one of them is active. Nothing was started.
-        DistError: what :meth:`PersistentOperation.start` raises; those before it in the list were started.
+        DistError: as from :meth:`PersistentOperation.start`; those before it in the list were started.
     """
     if len({id(plan) for plan in plans}) < len(plans):
         raise InvalidArgumentError("start_all: `plans` has an operation twice; make two to have it run twice")

@@ -36,9 +36,9 @@ def empty(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor in memory that the group's ranks share; any rank may call it alone.
 
-    Collectives of this group on such tensors copy nothing on the way when every rank's tensor is of this
-    kind: the ranks read each other's. Otherwise they are ordinary tensors, and stay valid after the group is
-    destroyed. ``dtype`` is torch's default dtype unless given.
+    Collectives of this group make no intermediate copies if every rank's tensor is of this kind: the ranks
+    read each other's. Apart from that they are ordinary tensors, and stay valid after the group is destroyed.
+    ``dtype`` is torch's default dtype unless given.
 
     Raises:
         InvalidArgumentError: this rank is not in the group, or the group's memory is full.
@@ -66,7 +66,7 @@ def full(
     tensor = empty(size, dtype=dtype, group=group)
     try:
         return tensor.fill_(fill_value)
-    except (OverflowError, RuntimeError) as error:  # a number that the dtype has no room for
+    except (OverflowError, RuntimeError) as error:  # a number out of the dtype's range
         raise InvalidArgumentError(f"full: `fill_value`: {error}, got {shown(fill_value)}") from error
 
 

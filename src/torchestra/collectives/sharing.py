@@ -1,10 +1,10 @@
-"""Moving the memory of tensors that exist, or are about to, to where the ranks of a group share it.
+"""Moving the memory of existing or new tensors to memory that the ranks of a group share.
 
 A tensor is moved by giving the same object other memory (``tensor.data = …``): parameters stay the objects
 that optimizers and modules know, with their gradients, hooks and places in graphs. All tensors that share a
-storage are moved together, and keep sharing. One that is not among those to be moved would stay behind, and
-no longer change with the others; the number of a storage's users tells whether there is one, and then nothing
-is moved.
+storage are moved together, and keep sharing. A tensor outside of the set to be moved would keep the old
+memory, and no longer change with the others; the number of a storage's users reveals one, and then nothing is
+moved.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torchestra.world.init import AnyGroup
 __all__ = ["share_", "share_module_", "use_shared_allocator"]
 
 _ALIGNMENT = 64
-"""Of where the part of a storage begins that is moved, so that elements of every dtype stay aligned."""
+"""Alignment in bytes of the moved part of a storage, so that elements of every dtype stay aligned."""
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class _Move(NamedTuple):
-    """A storage of which a part is to be moved: the bytes from ``start`` to ``stop``, with these tensors."""
+    """A part of a storage to be moved: the bytes from ``start`` to ``stop``, with these tensors."""
 
     storage: torch.UntypedStorage
     tensors: list[torch.Tensor]
@@ -45,11 +45,11 @@ class _Move(NamedTuple):
 
 @checked
 def share_(tensor: torch.Tensor, group: AnyGroup | None = None) -> torch.Tensor:
-    """Move a tensor's memory to where the ranks of a group share it; any rank may call it alone.
+    """Move a tensor to memory that the ranks of a group share; any rank may call it alone.
 
-    Collectives of this group then copy nothing on the way, as of a tensor of :func:`torchestra.empty`. The
-    elements are copied once. The tensor, which may be a leaf or a Parameter, stays the same object with the
-    same shape, strides and place in graphs. One that is there already is left as it is.
+    Collectives of this group then make no intermediate copies, as for :func:`torchestra.empty`. The elements
+    are copied once. The tensor, which may be a leaf or a Parameter, stays the same object with the same
+    shape, strides and place in graphs. A tensor that is already in shared memory does not change.
 
     It stays valid after the group is destroyed, and its memory is free when nothing refers to it any more. It
     cannot be resized. A copy of it, pickled or not, has ordinary memory. A process that is forked sees the
@@ -71,8 +71,8 @@ def share_(tensor: torch.Tensor, group: AnyGroup | None = None) -> torch.Tensor:
 def share_module_(module: _Module, group: AnyGroup | None = None) -> _Module:
     """Move a module's parameters, buffers and gradients as :func:`share_` does; all of them, or none.
 
-    Tensors that share memory, like tied weights, go on sharing it. To be called before anything refers to
-    parts of them: before a state dict is taken, say, or a graph is built.
+    Tensors that share memory, like tied weights, go on sharing it. Call it before anything refers to parts of
+    them: for example, before taking a state dict or building a graph.
 
     Returns:
         The module.
@@ -92,13 +92,13 @@ def share_module_(module: _Module, group: AnyGroup | None = None) -> _Module:
 
 
 class use_shared_allocator(TorchFunctionMode):
-    """A context in which tensors that the calling thread makes lie where the ranks of a group share memory.
+    """A context in which tensors that the calling thread makes lie in memory that the group's ranks share.
 
     ``with dist.use_shared_allocator(): model = Net()``. These are the tensors of torch's functions that make
     new ones (``empty``, ``zeros``, ``rand``, ``tensor``, ``arange``, ``…_like``, ``new_…``, ``clone``, …), so
-    also a module's parameters; not what computations return, gradients, what is loaded from files, or what
-    ``torch.Tensor(2, 3)`` makes. All tensors are as after :func:`share_`. Every function of torch is slower
-    in the context, so it is for setting things up.
+    also a module's parameters; but not results of computations, gradients, tensors loaded from files, or made
+    by ``torch.Tensor(2, 3)``. All tensors are as after :func:`share_`. Every function of torch is slower in
+    the context, so use it for set-up only.
 
     When the group's memory is full, tensors have ordinary memory, and a warning says so, once.
     """
@@ -116,7 +116,7 @@ class use_shared_allocator(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, and move what it has made."""
+        """Call a function of torch, and move the tensor that it has made."""
         given = dict(kwargs or {})
         made = func(*args, **given)
         if func in _MAKERS and given.get("out") is None and isinstance(made, torch.Tensor):
@@ -147,17 +147,17 @@ _MAKERS = (
     | _named(torch, "randint_like randperm normal tensor scalar_tensor arange linspace logspace eye clone")
     | _named(torch.Tensor, "new_zeros new_ones new_full new_tensor clone")
 )
-"""Functions that return a tensor with memory of its own, and which of them leave this as it is."""
+"""Functions that return a tensor with memory of its own, and which of them leave it uninitialised."""
 
 
 def _move(tensors: Mapping[str, torch.Tensor], engine: Engine, name: str, *, keep: bool = True) -> None:
-    """Move tensors, by what they are called in errors; all or none.
+    """Move tensors, given by their names for errors; all or none.
 
     Args:
-        keep: their elements are to be kept.
+        keep: whether to keep their elements.
     """
     if engine.is_fake or engine.delegates:
-        return  # they have no memory that is better than other
+        return  # these engines have no shared memory to prefer
     moves = _planned(tensors, engine, name)
     lengths = [align(move.stop - move.start, _ALIGNMENT) for move in moves]
     blocks = [engine.empty((length,), torch.uint8) for length in lengths]
@@ -171,7 +171,7 @@ def _move(tensors: Mapping[str, torch.Tensor], engine: Engine, name: str, *, kee
 
 
 def _planned(tensors: Mapping[str, torch.Tensor], engine: Engine, name: str) -> list[_Move]:
-    """Return what is to be moved, after all of it was checked."""
+    """Check all tensors, and return the moves to make."""
     found: dict[int, _Move] = {}
     labels: dict[int, str] = {}
     for label, tensor in tensors.items():
@@ -201,7 +201,7 @@ def _planned(tensors: Mapping[str, torch.Tensor], engine: Engine, name: str) -> 
 
 
 def _others(move: _Move) -> int:
-    """Return how many use a storage besides the tensors that are to be moved and this object."""
+    """Return how many users a storage has besides the tensors to be moved and this object."""
     users: int = torch._C._storage_Use_Count(move.storage._cdata)
     return users - len(move.tensors) - 1
 

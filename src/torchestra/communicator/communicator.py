@@ -146,7 +146,7 @@ class Communicator:
         Args:
             row: the collective.
             output, input: the tensors that it fills and reads: one tensor, or a list with one for each rank.
-                For an operation in place both are the same; None if only the root has them, or nobody.
+                For an operation in place both are the same; None if only the root has them, or no rank.
             splits: the split sizes of output and input.
             async_op: return the operation's Work at once; else None is returned when it is done.
             timeout_s: how long it may wait for other ranks; default: the group's time-out.
@@ -449,7 +449,7 @@ class Communicator:
         self.engine.abort(why, failed)
 
     def close(self) -> None:
-        """Run what is queued, then leave the group."""
+        """Run the queued operations, then leave the group."""
         self.entries.close()
         if self.delegation is not None:
             self.delegation.close()

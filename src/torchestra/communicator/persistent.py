@@ -1,16 +1,16 @@
 """Operations that are set up once and started again and again (MPI-4, "Persistent Communication").
 
-What an ordinary operation does on every call is done once: its arguments are checked, the engine's plan is
-looked up, tensors that are not contiguous get buffers, and where the engine has kernels, kernel and arguments
-are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). Where there are entries (entries.py), what is
-left of a synchronous one is machine code (engine/entries/persistent.py); else, with nothing pending, a lock
-and the call of the kernel. Other ranks cannot tell it from an ordinary operation.
+The work that an ordinary operation repeats on every call is done once: its arguments are checked, the
+engine's plan is looked up, tensors that are not contiguous get buffers, and if the engine has kernels, kernel
+and arguments are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). If there are entries
+(entries.py), a synchronous start then runs only machine code (engine/entries/persistent.py); else, with
+nothing pending, it takes a lock and calls the kernel. Other ranks cannot tell it from an ordinary operation.
 
-An engine prepares when the operation's turn first comes, not before: what the kernels share (the tables by
-peer) belongs to the operation that runs then.
+An engine prepares when the operation's turn first comes, not before: memory that the kernels share (the
+tables by peer) belongs to the running operation.
 
-The addresses that are kept are good as long as no storage is resized, which takes other memory for it. So
-every start compares addresses and lengths; and so does an operation that had to wait for its turn.
+The addresses that are kept are valid until a storage is resized, which gives it other memory. So every start
+compares addresses and lengths; and so does an operation that had to wait for its turn.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _KNOWN = (torch.Tensor, torch.nn.Parameter)
 class PersistentOperation:
     """An operation on fixed tensors that can be started many times; made by ``all_reduce_init`` and its like.
 
-    It is *inactive* at first, *active* from its start until somebody has waited for it, and then inactive
-    again. To be used by one thread at a time. It may be dropped: what has been started runs all the same.
-    One that was made on a rank that is not in the group does nothing.
+    It is *inactive* at first, *active* from its start until the program has waited for it, and then inactive
+    again. To be used by one thread at a time. It may be dropped: an operation that was started runs anyway.
+    On a rank that is not in the group it does nothing.
 
     Args:
         name: of the operation, for messages.
-        tensors: those whose memory must stay as it is.
+        tensors: the tensors whose memory must not be replaced.
         communicator: of the group; None on a rank that is not in it.
     """
 
@@ -71,7 +71,7 @@ class PersistentOperation:
     ) -> None:
         self.name = name
         self.group: object = None
-        """The group, which is not left for want of references while there is something to start in it."""
+        """The group; this reference keeps it from being left."""
         self._communicator = communicator
         self._memory = [
             (tensor, tensor.data_ptr(), storage, storage.nbytes())
@@ -88,7 +88,7 @@ class PersistentOperation:
             NotReadyError: it is active. Nothing was sent.
             InvalidArgumentError: a tensor has other memory than when the operation was set up. Nothing was
                 sent.
-            DistError: what the ordinary operation raises when it is called.
+            DistError: any error that the ordinary operation raises when it is called.
         """
         self.check()
         self._set_work(self._begin())
@@ -104,7 +104,7 @@ class PersistentOperation:
 
         Raises:
             CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and stays active.
-            DistError: what the operation failed with; it is inactive.
+            DistError: the operation has failed; it is inactive.
         """
         work = self._work
         if work is None:
@@ -117,12 +117,12 @@ class PersistentOperation:
                 self._end(work)
 
     def __call__(self) -> None:
-        """Do what :meth:`start` and :meth:`wait` do, and raise what they raise."""
+        """Do what :meth:`start` and :meth:`wait` do; raise the same errors."""
         self.start()
         self.wait()
 
     def is_active(self) -> bool:
-        """Return whether it was started and nobody has waited for it since."""
+        """Return whether it was started and not waited for since."""
         return self._work is not None
 
     def is_completed(self) -> bool:
@@ -130,11 +130,11 @@ class PersistentOperation:
         return self._work is None or self._work.is_completed()
 
     def source_rank(self) -> int:
-        """Return, of a receive that was waited for, the rank that sent, in the group's numbering; else -1."""
+        """Return the sender's rank in the group, if this is a receive that was waited for; else -1."""
         return self._source
 
     def check(self) -> None:
-        """Raise what keeps the operation from being started, as :meth:`start` does."""
+        """Raise the error of :meth:`start` if the operation cannot be started."""
         if self._work is not None:
             raise NotReadyError(
                 f"{self.name}: this persistent operation was started before; call its wait() first"
@@ -145,7 +145,7 @@ class PersistentOperation:
             raise InvalidArgumentError(f"{self.name}: {moved}")
 
     def _moved(self) -> str:
-        """Return in words which tensor has other memory than it had; "" if none has."""
+        """Describe the tensor that has other memory than before; return "" if there is none."""
         for tensor, address, storage, nbytes in self._memory:
             if tensor.data_ptr() != address or storage.nbytes() != nbytes:
                 return (
@@ -160,11 +160,11 @@ class PersistentOperation:
         return Work.finished(self.name, [])
 
     def _set_work(self, work: Work | None) -> None:
-        """Make it active, or inactive: None."""
+        """Make it active with a Work, or inactive with None."""
         self._work = work
 
     def _end(self, work: Work) -> None:
-        """Note what its Work says when it is over."""
+        """Note the sender's rank when the operation has ended."""
 
     def __repr__(self) -> str:
         state = "active" if self.is_active() else "inactive"
@@ -172,7 +172,7 @@ class PersistentOperation:
 
 
 class _Collective(PersistentOperation):
-    """A collective of the tensors of ``call``, which were checked."""
+    """A persistent collective on the tensors of ``call``, which were checked."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class _Collective(PersistentOperation):
         return []
 
     def __call__(self) -> None:
-        """See :meth:`PersistentOperation.__call__`. Here in as few steps as there can be to the kernel."""
+        """See :meth:`PersistentOperation.__call__`; reaches the kernel in as few steps as possible."""
         communicator = self._communicator
         if (
             (direct := self._direct) is not None
@@ -254,7 +254,7 @@ class _Collective(PersistentOperation):
 
 
 class _Message(PersistentOperation):
-    """A message from or to the memory of a tensor, which was checked."""
+    """A persistent message from or to the memory of a tensor, which was checked."""
 
     def __init__(
         self, communicator: Communicator, name: str, tensor: torch.Tensor, rank: int | None, tag: int
@@ -299,19 +299,19 @@ class _Message(PersistentOperation):
 
 
 class _Native(NativeCallable, PersistentOperation):
-    """What is called as machine code is, once it has a request; by Python before, or if it is not plain."""
+    """A persistent operation that machine code runs once it has a request; else Python does."""
 
     _request: Request | None = None
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Until there is a request, one that has nothing but the general way.
+        # Until there is a request, use one that has only the general way.
         self._unbound = Request(general=type(self)._call_by_python)
         self._bind(native.call_in_general, self._unbound)
 
     @staticmethod
     def _call_by_python(operation: Any) -> None:
-        """Do what a call does, in Python."""
+        """Run a call in Python."""
         raise NotImplementedError
 
     def _bind(self, function: Any, request: Request) -> None:
@@ -323,7 +323,7 @@ class _Native(NativeCallable, PersistentOperation):
             self._request.active = int(work is not None)
 
     def _may_be_bound(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensors are such as machine code can read."""
+        """Return whether machine code can read the tensors."""
         return self._request is None and all(type(tensor) in _KNOWN for tensor in tensors)
 
 
@@ -377,7 +377,7 @@ class _NativeMessage(_Native, _Message):
 
 
 class _Ordinary(PersistentOperation):
-    """An ordinary operation, called on every start: where tensors are not in the memory of this host."""
+    """A persistent operation that calls the ordinary one at every start, for tensors not in host memory."""
 
     def __init__(self, communicator: Communicator, name: str, begin: Callable[[], Work | None]) -> None:
         super().__init__(name, (), communicator)
@@ -442,6 +442,6 @@ def persistent_message(
 def _copies(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what is to be copied where: the pairs of tensors that are not in the same memory."""
+    """Return the pairs (target, source) that must be copied: those that are not in the same memory."""
     pairs = zip(targets, sources, strict=True)
     return [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]

@@ -28,7 +28,7 @@ class Messages(Protocol):
     def batch(
         self, messages: Sequence[tuple[bool, torch.Tensor, int]], timeout_s: float | None = None
     ) -> list[Work]:
-        """Begin to send (True) and receive tensors to and from ranks, in no order; a Work for each."""
+        """Begin to send (True) and receive tensors to and from ranks, in no order; return a Work for each."""
 
 
 def send(
@@ -97,7 +97,7 @@ def begin_send(
     tag: int,
     timeout_s: float | None = None,
 ) -> Work:
-    """Begin to send what was checked, and is in the buffer."""
+    """Begin to send a tensor that was checked; its elements are in the buffer."""
     work = Work(f"isend to rank {rank} of group {communicator.name!r}")
     end = partial(_end, work, tensor, buffer, None)
     limit = communicator.limit(timeout_s)
@@ -153,7 +153,7 @@ def _by_device(
     tag: int,
     timeout_s: float | None,
 ) -> Work | None:
-    """Begin a message of a tensor of a device, where its communicator can; else None."""
+    """Begin a message of a device's tensor, if the device's communicator serves it; else return None."""
     messages = messages_of(communicator, name, tensor, rank, tag)
     if messages is None or rank is None:
         return None
@@ -171,7 +171,7 @@ def checked(
 
 
 def _waitable(communicator: Communicator, work: Work, transfer: Any) -> Work:
-    """Return the Work of a message, for which the engine works while the program waits."""
+    """Return the Work of a message; while the program waits for it, the engine makes progress."""
     work.progress = partial(communicator.engine.complete, transfer)
     if work.is_completed():  # maybe before that was set
         work.progress = None
@@ -191,7 +191,7 @@ def _end(
         if isinstance(error, Exception):
             work.fail(error)
             return
-        # The interrupt itself is for whoever runs this; whoever waits for the message learns this.
+        # The thread that runs this gets the interrupt itself; those that wait for the message get this.
         work.fail(DistError(f"a message was received, but not copied to its tensor: {error!r}"))
         raise
     work.finish([tensor], transfer.source)

@@ -4,14 +4,14 @@ With a profiler on (``torch.profiler.profile``, ``torch.autograd.profiler.profil
 two ranges, one in the other:
 
 * ``torchestra::all_reduce``, for as long as the call took, waiting for other ranks included;
-* ``gloo:all_reduce`` with the shapes of what was read (of complex tensors, as pairs of reals). By this name,
-  and by being marked as asynchronous, torch's tools and people's programs know communication.
+* ``gloo:all_reduce`` with the shapes of the tensors that it read (complex ones as pairs of reals). By this
+  name, and by the mark as asynchronous, torch's tools and other programs recognize communication.
 
-Of asynchronous operations both tell the call that began them. On the threads that run these nothing is
-recorded, for no profiler looks at them.
+For asynchronous operations both describe the call that began them. On the threads that run these nothing is
+recorded, since these threads are not profiled.
 
-Whether a profiler is on is a flag of torch's, read where an operation begins; while it is off nothing else is
-done. Entries (engine/entries/) leave calls to the general way while it is on.
+A flag of torch's, read when an operation begins, tells whether a profiler is on; while it is off nothing else
+is done. Entries (engine/entries/) leave calls to the general way while it is on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch._C._autograd import _profiler_type
 from torch._C._profiler import ActiveProfilerType, _RecordFunctionFast
 
-# torch names operations after what Gloo does.
+# torch names operations after Gloo's.
 _FORM = re.compile(r"(_coalesced|_into_tensor|_tensor|_single)+$")
 
 
@@ -50,7 +50,7 @@ def recorded(description: str, reads: Sequence[torch.Tensor]) -> Iterator[None]:
     name = description.partition("(")[0]
     tensors = [
         tensor for tensor in reads if isinstance(tensor, torch.Tensor)
-    ]  # else it is about to be refused
+    ]  # anything else is about to be refused
     shown = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     call = _RecordFunctionFast(f"torchestra::{name}")
     communication = [_RecordFunctionFast(f"gloo:{_FORM.sub('', name)}", shown)]
@@ -63,6 +63,6 @@ def recorded(description: str, reads: Sequence[torch.Tensor]) -> Iterator[None]:
         call.__exit__()
         # A range is asynchronous for torch if it is left on another thread than it was entered on. There it
         # is left by being dropped, for __exit__ does nothing on a thread that is not profiled. The profiler
-        # hears nothing of that, and takes the end of the range around it; so it does not matter when it is.
+        # does not see that, and uses the end of the enclosing range; so the time of the drop does not matter.
         _thread.start_new_thread(communication.clear, ())
         _within.a_call = False

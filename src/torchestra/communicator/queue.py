@@ -1,16 +1,16 @@
-"""In which order the operations of a group run on a rank: the program's.
+"""The queue that runs a group's operations on a rank, in the program's order.
 
 A synchronous operation with nothing pending runs on the calling thread; otherwise, and with ``async_op``,
-operations queue for the group's progress thread, or whoever waits for them first (engine/progress.py). They
-can also be collected first and then be run as one.
+operations queue for the group's progress thread, or the first thread that waits for them
+(engine/progress.py). They can also be collected first and then be run as one.
 
-Ranks find each other's operations by counting them: each that a kernel begins takes the next sequence number.
-So **an operation that was called, and whose arguments are right, takes all its numbers, or the group is
-aborted.** If one failed here before its kernel began (no memory for a copy), or between two of its kernels,
-this rank's next operation would take its place with the peers: kinds and sizes may agree, and they would get
-the sum of two different things. Errors that leave the numbers right, or that all ranks raise (arguments,
-a mismatch), leave the group usable. Operations that are collected have been called: they are run, also behind
-a mismatch, or the group is aborted.
+Ranks match each other's operations by counting them: each that a kernel begins takes the next sequence
+number. So **an operation that was called, and whose arguments are right, takes all its numbers, or the group
+is aborted.** If one failed here before its kernel began (no memory for a copy), or between two of its
+kernels, the peers would match it with this rank's next operation: kinds and sizes may agree, and they would
+get the sum of two unrelated tensors. Errors that leave the numbers right, or that all ranks raise (arguments,
+a mismatch), leave the group usable. Collected operations count as called: they are run, even after a
+mismatch, or the group is aborted.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from torchestra.errors import (
 from torchestra.system.forking import refusal
 
 Operation = Callable[[str | None], list[Any]]
-"""Runs an operation, given the line that called it if that is not on this thread's stack; its result."""
+"""Runs an operation and returns its result; takes the calling line if it is not on this thread's stack."""
 
 _CLOSE_SECONDS = 5.0
 
 RAISED_BY_ALL = (CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError)
-"""What every rank raises in the same operation."""
+"""Errors that every rank raises in the same operation."""
 
 
 class CoalescedOperation(NamedTuple):
@@ -64,15 +64,15 @@ class CoalescedOperation(NamedTuple):
 
 
 class OperationQueue:
-    """The operations that a rank runs in one group, one at a time."""
+    """Run the operations of a rank in one group, one at a time."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
         self.closed = False
-        # The name of the group that shrink() has put in this one's place.
+        # The name of the group by which shrink() has replaced this one.
         self.became = ""
-        # What entries look at, and this tells them.
+        # The state that this queue sets and entries read.
         self.state = State() if engine.state is None else engine.state
         self.thread = ProgressThread(f"torchestra-{name}-{engine.rank}", state=self.state)
         # Held while an operation runs, so that two threads of one rank do not mix theirs; an entry does not
@@ -80,14 +80,14 @@ class OperationQueue:
         self.lock = threading.Lock()
         # By thread: the operations called inside `coalescing`.
         self._coalesced: dict[int, list[CoalescedOperation]] = {}
-        # The sequence number when what is queued has been run; of no meaning when nothing is.
+        # The sequence number once all queued operations have run; meaningless when none is queued.
         self._promised = 0
         self._inherited = False
 
     def forget(self) -> None:
         """Refuse everything: this is a forked child, which is not part of the group."""
         self.closed = self._inherited = True
-        # What is queued is the parent's, and a thread that does not exist here may have had the locks.
+        # The queued operations are the parent's, and a thread that does not exist here may hold the locks.
         self.thread = ProgressThread(f"torchestra-{self.name}-{self.engine.rank}")
         self.lock = threading.Lock()
 
@@ -102,10 +102,10 @@ class OperationQueue:
         """Run an operation in the group's order: here and now, or after those that are queued.
 
         Args:
-            operation: what to run; nobody else uses the engine meanwhile.
-            description: of it, for messages.
+            operation: the function to run; no other thread uses the engine meanwhile.
+            description: its description, for messages.
             async_op: whether only to queue it, and return its Work at once.
-            operations: how many of the engine's it consists of, at most.
+            operations: how many of the engine's operations it consists of, at most.
             reads: the tensors that it reads, for profilers.
         """
         if self.closed:
@@ -133,8 +133,8 @@ class OperationQueue:
             return Work.finished(f"{description} of group {self.name!r}", operation(None))
         work = self.new_work(description)
         if async_op and self.thread.is_current():
-            # Nor can it wait for what would be queued: on a rank where it is called earlier, before anything
-            # else was queued, the operation comes first too.
+            # Nor can the operation be queued: on a rank where the callback is called before anything else was
+            # queued, it runs first.
             self._run_at_once(partial(self.perform, operation, description, operations), work)
             return work
         queued = _Queued(self, operation, description, operations, call_site(), work)
@@ -152,7 +152,7 @@ class OperationQueue:
         return None
 
     def _make_progress(self, work: Work) -> None:
-        # What this thread traces or counts is the program's doing, and not how an operation is run.
+        # Tracing and counting modes of this thread are the program's, and must not affect the operation.
         if _get_current_dispatch_mode() is None and _get_current_function_mode() is None:
             self.thread.progress(work.is_completed)
         else:
@@ -161,9 +161,9 @@ class OperationQueue:
     def perform(
         self, operation: Operation, description: str, operations: int, site: str | None = None
     ) -> list[Any]:
-        """Run an operation, whose turn it is; returns its result.
+        """Run an operation whose turn it is; return its result.
 
-        If that fails here, and has not taken as many sequence numbers as elsewhere, the group is aborted.
+        If it fails here without taking as many sequence numbers as on other ranks, the group is aborted.
         """
         state = self.state
         with self.lock:
@@ -185,7 +185,7 @@ class OperationQueue:
                 state.general = 0
 
     def await_entry(self) -> None:
-        """Wait until no thread runs an operation by an entry; with the lock, and GENERAL set."""
+        """Wait until no thread runs an operation by an entry; call with the lock held and GENERAL set."""
         state = self.state
         try:
             state.wanted = 1
@@ -205,9 +205,9 @@ class OperationQueue:
             raise
 
     def leave(self, description: str, error: BaseException) -> str:
-        """Abort the group because this rank does not do its part of an operation; returns why.
+        """Abort the group because this rank does not do its part of an operation; return the reason.
 
-        Not if the rank has destroyed the group: the others are told that by its state.
+        Do not abort if the rank has destroyed the group: its state tells the others.
         """
         lines = str(error).splitlines()
         told = f": {lines[0]}" if lines else ""
@@ -227,17 +227,17 @@ class OperationQueue:
 
     @contextlib.contextmanager
     def coalescing(self) -> Iterator[list[CoalescedOperation]]:
-        """Operations that this thread calls while the block runs are checked and listed, but not run.
+        """Check and list the operations that this thread calls in the block, but do not run them.
 
-        (Messages are not operations of the whole group, and are not held back.) To be handed to
-        :meth:`run_coalesced`, or run as part of another operation. If the block is left by an error of this
-        rank alone after an operation was collected, the group is aborted.
+        (Messages are not operations of the whole group, and are not held back.) The caller passes the list to
+        :meth:`run_coalesced`, or runs it as part of another operation. If the block is left by an error of
+        this rank alone after an operation was collected, the group is aborted.
         """
         thread = threading.get_ident()
         outer = self._coalesced.get(thread)
         steps = self._coalesced[thread] = []
         self._promised = self.sequence_number()
-        self.thread.add_pending()  # so that no call goes past `run`
+        self.thread.add_pending()  # so that no call bypasses `run`
         try:
             yield steps
         except BaseException as error:
@@ -265,9 +265,9 @@ class OperationQueue:
     ) -> Work | None:
         """Run collected operations, one after the other, as one.
 
-        Those after one that every rank fails alike are run, because other ranks may have called them one by
-        one; then the first such error is raised. Those after any other failure are not run. The result is
-        ``result``, or else their results in one list.
+        Operations after one that fails on every rank alike are run, because other ranks may have called them
+        one by one; then the first such error is raised. Those after any other failure are not run. The result
+        is ``result``, or else their results in one list.
         """
 
         def operation(site: str | None) -> list[Any]:
@@ -308,7 +308,7 @@ class OperationQueue:
         return Work(f"{description} of group {self.name!r}", held=held)
 
     def close(self) -> None:
-        """Run what is queued, then leave the group. In a forked child nothing is to be done."""
+        """Run the queued operations, then leave the group; do nothing in a forked child."""
         if self._inherited:
             return
         self.closed = True
@@ -330,21 +330,20 @@ class OperationQueue:
 
 
 def count_operations(steps: Sequence[CoalescedOperation]) -> int:
-    """Return how many operations of the engine some collected ones consist of, at most."""
+    """Return how many of the engine's operations the collected ones consist of, at most."""
     return sum(step.operations for step in steps)
 
 
 def describe_coalesced(steps: Sequence[CoalescedOperation]) -> str:
-    """Return what some collected operations are called when they are run as one."""
+    """Return the description of collected operations that run as one."""
     return f"coalesced {', '.join(dict.fromkeys(step.description for step in steps))}"
 
 
 class _Queued(Task):
     """An operation in the queue.
 
-    It may be run by the program's main thread, in which an interrupt can come between any two lines but never
-    between an assignment and the ``try`` after it. What is left to do when that has happened is done by
-    calling it again.
+    The program's main thread may run it, where an interrupt can come between any two lines but never between
+    an assignment and the ``try`` after it. After an interrupt it is called again, and does the rest.
     """
 
     def __init__(
@@ -387,7 +386,7 @@ class _Queued(Task):
             self.interrupt = failure
             # The peers have been promised this operation, and those behind it must not take its place.
             why = self._queue.leave(self._description, failure)
-            # The interrupt itself is for who runs this, once; who waits for the operation later learns this.
+            # The thread that runs this gets the interrupt itself, once; later waiters get this error.
             failure = GroupAbortedError(
                 f"rank {self._queue.engine.rank}: group {self._queue.name!r} can no longer be used: {why}"
             )

@@ -18,7 +18,7 @@ from torchestra.errors import CollectiveTimeoutError, DistError
 from torchestra.system.forking import forks_so_far, refusal
 from torchestra.types import Timeout, timeout_seconds
 
-_LOOK_SECONDS = 1.0  # how long one who waits may miss the end that an interrupt has kept from being told
+_LOOK_SECONDS = 1.0  # how long a waiting thread may miss an end if an interrupt has prevented its wake-up
 
 
 class WorkResult(enum.IntEnum):
@@ -40,17 +40,17 @@ def _result_of(future: torch.futures.Future[Any]) -> int:
 
 
 class _Trace(Exception):
-    """As the cause of an exception: where it was raised, as text."""
+    """The cause of an exception: the traceback, as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The exception without tracebacks, which keep all variables of the operation alive.
+    """Return the exception without tracebacks, which keep all variables of the operation alive.
 
-    Among those is whoever keeps the exception, and the group's memory. Our own errors say where they come
-    from; others are given their traceback as text.
+    These include the object that holds the exception, and the group's memory. Our own errors name their
+    origin; others get their traceback as text.
     """
     if error.__traceback__ is not None and not isinstance(error, DistError):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -66,7 +66,7 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def fresh(error: BaseException) -> BaseException:
-    """A copy of an exception to be raised, so that the kept one does not come to hold whoever catches it."""
+    """Return a copy of an exception to raise, so that the kept one does not refer to the catcher's frames."""
     try:
         copied = copy.copy(error)
     except Exception:
@@ -81,21 +81,21 @@ def _raise_fresh(error: BaseException) -> None:
 
 
 def _fail(future: torch.futures.Future[Any], error: BaseException) -> None:
-    # What set_exception() does, but for raising a copy: the one that the future holds, which is not
-    # seen by Python's garbage collector, would come to hold whoever catches it.
+    # Do as set_exception(), but raise a copy: the future's own exception, which Python's garbage collector
+    # does not see, would refer to the catcher's frames.
     future._set_unwrap_func(_raise_fresh)
     future.set_result(error)
 
 
 class _Future(torch.futures.Future[Any]):
-    """A future that hands errors on as they are to those that are chained to it.
+    """A future that passes errors on unchanged to the futures that are chained to it.
 
-    With torch's own, an error in a chain becomes a RuntimeError that has its traceback for a message, which
-    nobody who catches a GroupAbortedError sees.
+    torch's own turns an error in a chain into a RuntimeError with the traceback as its message, which an
+    ``except GroupAbortedError`` does not catch.
     """
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> torch.futures.Future[Any]:
-        """A future of what the callback returns, to which this one is given when it is done."""
+        """Return a future of the callback's result; the callback gets this future when it is done."""
         chained = _Future()
 
         def run(done: torch.futures.Future[Any]) -> None:
@@ -116,7 +116,7 @@ class _Future(torch.futures.Future[Any]):
 class Work:
     """An asynchronous operation of a group, as every collective returns it with ``async_op=True``.
 
-    It may be dropped: the operation runs all the same, and its tensors are kept alive until then.
+    It may be dropped: the operation runs anyway, and its tensors are kept alive until it ends.
     """
 
     def __init__(self, description: str = "an operation", *, held: bool = False) -> None:
@@ -124,9 +124,9 @@ class Work:
         self.held = held
         """Whether the operation waits for the end of the ``with`` block that collects it."""
         self.progress: Callable[[], object] | None = None
-        """What a thread that waits may call, to work for the operation until that has ended."""
+        """A function that a waiting thread may call, to run the operation until it has ended."""
         self.start: Callable[[], object] | None = None
-        """What a thread may call that waits without working for the operation: it is to be begun now."""
+        """A function that a thread may call that waits without running the operation; has it begun now."""
         self._ended = False
         self._sleepers: list[threading.Lock] = []
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class Work:
 
     @classmethod
     def finished(cls, description: str, result: list[Any]) -> Work:
-        """The work of an operation that has ended well already."""
+        """Return the Work of an operation that has already ended well."""
         work = cls(description)
         work.finish(result)
         return work
@@ -148,9 +148,9 @@ class Work:
         """Block until the operation is done.
 
         Args:
-            timeout: how long to wait here; default, and for ``timedelta(0)``, as torch means it: as long as
-                the operation itself may take. Without one the calling thread runs the operation itself, if it
-                has not been begun.
+            timeout: how long to wait here; default, and for ``timedelta(0)``, as in torch: as long as the
+                operation itself may take. Without one the calling thread runs the operation itself, if it has
+                not been begun.
 
         Returns:
             True.
@@ -158,7 +158,7 @@ class Work:
         Raises:
             CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and can be waited for
                 again.
-            DistError: what the operation failed with.
+            DistError: the operation has failed.
         """
         if isinstance(timeout, timedelta) and not timeout:
             timeout = None
@@ -187,7 +187,7 @@ class Work:
         return True
 
     def await_end(self, timeout_s: float | None = None) -> bool:
-        """Wait until the operation has ended, well or not, at most so long; whether it has."""
+        """Wait at most ``timeout_s`` for the operation's end, well or not; return whether it has ended."""
         # An interrupt may leave a threading.Event, whose code is Python, locked for ever.
         sleeper = threading.Lock()
         sleeper.acquire()
@@ -210,14 +210,14 @@ class Work:
         return self._ended and self._exception is None
 
     def exception(self) -> BaseException | None:
-        """Return what the operation failed with, or None."""
+        """Return the error of a failed operation, or None."""
         return self._exception
 
     def result(self) -> list[Any]:
-        """The tensors that the operation has filled, once it has ended well; of some, lists of tensors.
+        """Return the tensors that the operation has filled (for some, lists of tensors), once it has ended.
 
         Raises:
-            DistError: it has not ended yet, or what it failed with.
+            DistError: it has not ended yet, or it has failed.
         """
         if not self._ended:
             raise DistError(f"{self._description} has no result yet; call wait() first")
@@ -225,27 +225,27 @@ class Work:
         return self._result
 
     def source_rank(self) -> int:
-        """Of a receive that has ended: the rank that sent, in the group's numbering, or -1."""
+        """Return the sender's rank in the group, if this is a receive that has ended; else -1."""
         return self._source
 
     def synchronize(self) -> None:
-        """:meth:`wait`: when it returns, the tensors can be used on every stream of their device."""
+        """Do :meth:`wait`; then the tensors can be used on every stream of their device."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Have the device's current stream wait for the operation; here by :meth:`wait`, on the host."""
+        """Have the device's current stream wait for the operation; here :meth:`wait` does, on the host."""
         self.wait()
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """A future of a :class:`WorkResult`, how the operation has ended; it has no exception."""
+        """Return a future of a :class:`WorkResult`, which never has an exception."""
         return self.get_future().then(_result_of)
 
     def _source_rank(self) -> int:
-        """:meth:`source_rank`, as torch spells it."""
+        """See :meth:`source_rank`; torch's name for it."""
         return self._source
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds :meth:`result`, or the exception, when the operation has ended.
+        """Return a future that holds :meth:`result`, or the exception, when the operation has ended.
 
         Callbacks added by ``then`` run on the thread that ends the operation.
         """
@@ -264,10 +264,10 @@ class Work:
         return self._future is not None
 
     def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
-        """For the group: the operation has ended well.
+        """Note, for the group, that the operation has ended well.
 
-        ``let_go`` is called before whoever waits for the operation learns of it, but after the callbacks of
-        its future, which may call operations that are to come first.
+        ``let_go`` is called before waiting threads are woken, but after the callbacks of the future, which
+        may call operations that are to come first.
         """
         with self._lock:
             self._result = result if self._keeps_result else []
@@ -275,13 +275,13 @@ class Work:
         self._end(let_go)
 
     def forget_result(self) -> None:
-        """Hold the tensors no longer than the operation runs; then :meth:`result` is empty."""
+        """Keep the tensors only while the operation runs; afterwards :meth:`result` is empty."""
         with self._lock:
             self._keeps_result = False
             self._result = []
 
     def fail(self, exception: BaseException, let_go: Callable[[], None] | None = None) -> None:
-        """For the group: the operation has failed."""
+        """Note, for the group, that the operation has failed."""
         self._exception = without_frames(exception)
         self._end(let_go)
 

@@ -1,8 +1,8 @@
-"""Results of functional collectives that are still being made: which operation each tensor waits for.
+"""Pending results of functional collectives: the operation that fills each tensor.
 
-A result is known by its storage, because the tensor object that an operator returns is not always the one
-that its caller gets. The table holds storages weakly: an entry goes with the memory that it is about (which
-the operation itself keeps alive while it runs).
+A result is identified by its storage, because the tensor object that an operator returns is not always the
+one that its caller gets. The table refers to storages weakly: an entry is removed with its memory (which the
+operation itself keeps alive while it runs).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Entry:
 
     @property
     def is_over(self) -> bool:
-        """Return whether nobody can ask for it any more, and nothing went wrong that nobody has heard of."""
+        """Return whether no tensor can ask for it any more, and it has no failure left to report."""
         return self.storage.expired() and self.work.is_success()
 
 
@@ -61,10 +61,10 @@ def expect(tensor: torch.Tensor, work: Work, owner: object, what: str) -> None:
 
 
 def wait_for(tensor: torch.Tensor) -> None:
-    """Wait until the tensor's contents are there. A tensor that nothing was noted of has them.
+    """Wait until the tensor's contents are there; return at once for a tensor that is not in the table.
 
     Raises:
-        DistError: what the operation failed with, however often one asks.
+        DistError: the operation has failed; raised on every call.
     """
     key = tensor.untyped_storage()._cdata
     entry = _entries.get(key)
@@ -83,9 +83,9 @@ def count(owner: object | None = None) -> int:
 
 
 def report(owner: object | None = None) -> None:
-    """Warn of results (of a group) that were never waited for, and of failures that nobody has seen.
+    """Warn of results (of a group) that were never waited for, and of failures that were never raised.
 
-    Called when a group is destroyed, and for what is left when the process ends.
+    Called when a group is destroyed, and for all remaining results when the process ends.
     """
     with _lock:
         keys = [key for key, entry in _entries.items() if owner is None or entry.owner() is owner]

@@ -24,7 +24,7 @@ def init_device_mesh(
         device_type: as for :class:`DeviceMesh`, without an index.
         mesh_shape: the lengths of the dimensions.
         mesh_dim_names: a name for each.
-        backend_override: backends by dimension, its number or name, where not the default group's.
+        backend_override: backends by a dimension's number or name, if not the default group's.
 
     Raises:
         InvalidArgumentError: as :class:`DeviceMesh`.

@@ -1,4 +1,4 @@
-"""A mesh's dimensions as axes of a strided table: what slicing, flattening and unflattening do to them."""
+"""A mesh's dimensions as axes of a strided table, and functions to slice, flatten and unflatten them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def index_of(mesh_dim: object, names: Sequence[str] | None, ndim: int, name: str
 
 
 def check_device_type(device_type: str) -> None:
-    """Refuse what is not a kind of device that torch knows."""
+    """Refuse a value that is not a kind of device that torch knows."""
     try:
         known = torch.device(device_type).type == device_type
     except RuntimeError:
@@ -112,7 +112,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def table_of(mesh: object) -> torch.Tensor:
-    """Return a table of global ranks; refuse what is none."""
+    """Return a table of global ranks; refuse any other value."""
     try:
         table = torch.as_tensor(mesh).detach()
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
@@ -134,7 +134,7 @@ def check_lengths(lengths: Sequence[int], parameter: str, name: str) -> None:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:
-    """Refuse ranks that repeat or that the world does not have. A range is not looked through."""
+    """Refuse ranks that repeat or that the world does not have. A range is not searched."""
     if len(ranks) > size:
         raise InvalidArgumentError(
             f"Mesh should not be bigger than default world size {size}, but found {len(ranks)} ranks!"
@@ -149,7 +149,7 @@ def check_ranks(ranks: Sequence[int], size: int) -> None:
 
 
 def check_names(names: Sequence[str] | None, dimensions: Sequence[Axes]) -> None:
-    """Refuse names that repeat or are not one for each dimension."""
+    """Refuse names that repeat or are not one per dimension."""
     if names is None:
         return
     if len(set(names)) != len(names):

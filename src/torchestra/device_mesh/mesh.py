@@ -57,7 +57,7 @@ class DeviceMesh:
     """Ranks laid out in n dimensions, which may have names. To be made by every rank that is in it.
 
     Args:
-        device_type: what the ranks compute on: ``"cpu"``, ``"cuda"``, …; kept, not acted upon.
+        device_type: the device that the ranks compute on: ``"cpu"``, ``"cuda"``, …; kept, but not used.
         mesh: an n-dimensional table of global ranks (tensor, array or nested lists), the same on all ranks.
         mesh_dim_names: a name for each dimension.
         backend_override: backends by dimension, where they are not the default group's.
@@ -91,7 +91,7 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Sequence[str | None] | None = None,
     ) -> DeviceMesh:
-        """Make a mesh of this shape of ranks 0, 1, …, row by row; at the same cost for any number."""
+        """Make a mesh of this shape of ranks 0, 1, …, row by row; its cost does not grow with the number."""
         made = cls._without_groups(device_type, range(math.prod(shape)), row_major(shape), mesh_dim_names)
         made._join_groups(backend_override)
         return made
@@ -170,11 +170,11 @@ class DeviceMesh:
             positions = [position + step * stride for position in positions for step in range(count)]
         return compact([self._ranks[position] for position in positions])
 
-    # -- what it looks like
+    # -- its dimensions
 
     @property
     def device_type(self) -> str:
-        """Return what the ranks compute on."""
+        """Return the type of device that the ranks compute on."""
         return self._device_type
 
     @property
@@ -307,7 +307,7 @@ class DeviceMesh:
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the slice along some dimensions that this rank is in: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
 
-        Names of dimensions that were flattened are known, too.
+        Names of flattened dimensions may be used, too.
 
         Raises:
             UnknownDimensionError: there is no such dimension, or they are not in the mesh's order.
@@ -337,7 +337,7 @@ class DeviceMesh:
     def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """Make a mesh of one dimension of the same ranks; its name joins this one's with ``_`` unless given.
 
-        It is remembered under that name by the mesh that this one was cut from.
+        The mesh that this one was cut from keeps it under that name.
 
         Raises:
             InvalidArgumentError: the mesh has no names, or the name is taken.

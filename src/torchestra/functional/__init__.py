@@ -2,7 +2,7 @@
 
     import torchestra.functional as funcol
 
-    total = funcol.all_reduce(tensor, "sum", group)     # at once; ``tensor`` stays as it is
+    total = funcol.all_reduce(tensor, "sum", group)     # at once; ``tensor`` does not change
     y = x @ w                                           # meanwhile
     z = y + total                                       # waits
 

@@ -1,4 +1,4 @@
-"""The tensor that a functional collective returns: it waits when it is first used."""
+"""The tensor that a functional collective returns: its first use waits for the collective."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchestra.functional.operators import ops
 class AsyncCollectiveTensor(torch.Tensor):
     """A tensor whose contents a collective is still writing.
 
-    Shape and strides are known at once, and views of it are of its kind and wait for nothing. Any other use
-    waits first, on the thread that uses it. Errors of the collective are raised there.
+    Shape and strides are known at once, and views of it are of the same kind and do not wait. Any other use
+    waits first, on the thread that uses it, and raises the collective's errors there.
 
     Attributes:
-        elem: the tensor itself.
+        elem: the plain tensor.
         completed: whether it has been waited for through this object.
     """
 
@@ -48,14 +48,14 @@ class AsyncCollectiveTensor(torch.Tensor):
         return made
 
     def trigger_wait(self) -> torch.Tensor:
-        """Wait, unless that was done through this object; the plain tensor."""
+        """Wait, unless that was done through this object; return the plain tensor."""
         if not self.completed:
             self.elem = ops.wait_tensor(self.elem)
             self.completed = True
         return self.elem
 
     def wait(self) -> torch.Tensor:
-        """Wait; the plain tensor."""
+        """Wait; return the plain tensor."""
         return ops.wait_tensor(self.elem)  # type: ignore[no-any-return]
 
     def tolist(self) -> Any:
@@ -122,7 +122,7 @@ def _is_view(func: Any) -> bool:
     if func is ops.wait_tensor.default:
         return False
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return False  # it may be anything, by what it calls
+        return False  # it calls others, which may do anything
     arguments = func._schema.arguments
     alias = arguments[0].alias_info if arguments else None
     return alias is not None and not alias.is_write
@@ -141,8 +141,8 @@ class _Wrapped(torch.autograd.Function):
 def awaited_later(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a functional collective returns for the output of its operator.
 
-    While a program is traced, and where a mode looks on at operators, that is the result of ``wait_tensor``,
-    so that the wait is seen; a compiler moves it to where it is due. The same where the output is not plain.
+    While a program is traced, or a mode intercepts operators, that is the result of ``wait_tensor``, so that
+    the wait is recorded; a compiler moves it to where it is due. The same if the output is not plain.
     """
     if torch.compiler.is_dynamo_compiling():
         return ops.wait_tensor(tensor)  # type: ignore[no-any-return]

@@ -5,14 +5,14 @@ number within it counts, not the global one. Reduce operations are given by name
 ``"product"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"``, ``"bxor"``, or as a :class:`ReduceOp`.
 
 The collective runs while the program goes on; until the result was used (or :func:`wait_tensor` called) the
-input must not be changed. In compiled programs the compiler sees to that.
+input must not be changed. In compiled programs the compiler ensures that.
 
-Results are cut off from the graph of derivatives, but for the functions that end in ``_autograd``: there a
-gradient goes back through the transposed collective, which every rank of the group must come to as well.
+Results are detached from the autograd graph, except for the functions that end in ``_autograd``: there a
+gradient goes back through the transposed collective, which every rank of the group must run as well.
 
-Raised by all of them: what :mod:`torchestra.functional.groups` raises for a group that cannot be, and
-InvalidArgumentError for shapes, before anything was sent; when the result is used, what the collectives of
-:mod:`torchestra.collectives.functions` raise.
+Raised by all of them, before anything was sent: the errors of :mod:`torchestra.functional.groups` for an
+invalid group, and InvalidArgumentError for shapes; when the result is used, the errors of the collectives of
+:mod:`torchestra.collectives.functions`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-_MOST_ROWS = (1 << 63) - 1  # what operators take for an int
+_MOST_ROWS = (1 << 63) - 1  # the largest int of an operator
 
 
 @checked_unless_traced
@@ -77,7 +77,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 @checked_unless_traced
 def broadcast(self: torch.Tensor, src: int, group: Group, tag: str = "") -> torch.Tensor:
-    """Return the tensor of the group's rank ``src``; the others' must be of the same shape."""
+    """Return the tensor of the group's rank ``src``; all ranks' tensors must have the same shape."""
     name = group_name(group, tag)
     size = group_size(group, name)
     if not 0 <= src < size:
@@ -153,7 +153,7 @@ def reduce_scatter_tensor(
     ``scatter_dim``.
 
     Raises:
-        InvalidShapeError: the dimension's length is no multiple of the group's size.
+        InvalidShapeError: the dimension's length is not a multiple of the group's size.
     """
     return reduce_scatter_tensor_autograd(_cut(self), reduceOp, scatter_dim, group, tag)
 
@@ -237,12 +237,12 @@ def all_to_all_single_autograd(
 
 @checked_unless_traced
 def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> torch.Tensor:
-    """Return the tensor of the rank that sends it here: rank r sends its own to rank ``src_dst[r]``.
+    """Return the tensor that another rank sends to this one: rank r sends its own to rank ``src_dst[r]``.
 
-    Shapes must be the same on all ranks. A rank that nobody sends to gets a tensor without rows.
+    Shapes must be the same on all ranks. A rank to which no rank sends gets a tensor without rows.
 
     Raises:
-        InvalidShapeError: ``src_dst`` does not name one rank of the group for each, all different.
+        InvalidShapeError: ``src_dst`` does not name a different rank of the group for each rank.
     """
     name = group_name(group, tag)
     size = group_size(group, name)

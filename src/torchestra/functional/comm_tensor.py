@@ -1,11 +1,11 @@
 """A tensor that is waited for when it is first used after a collective, also in a traced program.
 
-For programs that call collectives with ``async_op=True`` and are to be traced by ``make_fx``: the trace gets
-a node for the collective where it is called, and a node that waits for it where its result is first used.
-What is in between overlaps with it. The idea is that of torch's CommTensor.
+For programs that call collectives with ``async_op=True`` and are traced by ``make_fx``: the trace gets a node
+for the collective where it is called, and a node that waits for it where its result is first used. Operations
+in between overlap with it. It follows torch's CommTensor.
 
-To be traced are the functions of collectives.py, but for messages and object collectives. All ranks of the
-group trace, and later run, together.
+It traces the functions of collectives/functions.py, except messages, but no object collectives. All ranks of
+the group trace, and later run, together.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _begin(method: str, group_name: str, arguments: dict[str, Any]) -> Begun:
 
 
 def _node_function(method: str) -> Callable[..., Begun]:
-    """Make the function that a traced program calls for an operation; it has a name of its own."""
+    """Make the function, with its own name, that a traced program calls for an operation."""
 
     def begin(group_name: str, **arguments: Any) -> Begun:
         return _begin(method, group_name, arguments)
@@ -78,7 +78,7 @@ class _Pending:
         self._waited: Any = None
 
     def wait(self, tensor: torch.Tensor, index: int) -> None:
-        """Wait, and record that: from now on ``tensor`` stands for what is in this index of the result."""
+        """Wait, and record that: from now on ``tensor`` is the tensor at this index of the result."""
         if self.work is not None:
             self.work.wait()
         if self._node is not None:
@@ -91,11 +91,11 @@ class _Pending:
 
 
 class CommTensor(torch.Tensor):
-    """A tensor for collectives: see above.
+    """A tensor for collectives: see the module's text.
 
-    ``CommTensor(tensor)`` shares the tensor's memory; of one that is a CommTensor it is the same. Until a
-    collective has been called on it, what is computed from it is a CommTensor too; afterwards the first
-    use waits, and what is computed are plain tensors.
+    ``CommTensor(tensor)`` shares the tensor's memory; a CommTensor is returned as it is. Until a collective
+    has been called on it, tensors computed from it are CommTensors too; afterwards the first use waits, and
+    the results are plain tensors.
     """
 
     _tensor: torch.Tensor
@@ -130,7 +130,7 @@ class CommTensor(torch.Tensor):
         return op_name in {node.__name__ for node in _NODES.values()}
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective that was called last, if there is one; the plain tensor."""
+        """Wait for the collective that was called last, if any; return the plain tensor."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait(self._tensor, self._index)

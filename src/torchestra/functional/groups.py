@@ -1,4 +1,4 @@
-"""The ways to say which ranks take part, made into a group's name, which is what operators know it by."""
+"""Convert the ways to give the ranks that take part into a group's name, which operators use."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Group", "expand_group", "find_or_make_group", "group_name", "group_s
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# These have messages in torch's words.
+# The errors for these parameters are in torch's words.
 _CHECKED_BY_THEMSELVES = ("group", "output_split_sizes", "input_split_sizes")
 
 Group = Union[ProcessGroup, str, DeviceMesh, tuple[DeviceMesh, Union[int, str]], list[int], list[list[int]]]
-"""Who takes part: a group, or its name; a mesh of one dimension; a mesh and one of its dimensions; global
+"""The ranks that take part: a group, or its name; a mesh of one dimension; a mesh and a dimension; global
 ranks (a group of them, with the tag, must exist or is made); lists of equally many ranks, of which this rank
 is in one.
 """
 
 
 def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Check arguments as :func:`checked` does, except in calls that Dynamo looks into.
+    """Check arguments as :func:`checked` does, except in calls that Dynamo traces.
 
     A parameter ``group`` is checked in torch's words.
     """
@@ -56,9 +56,9 @@ def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _check_memory(tensors: object, parameter: str, name: str) -> None:
-    """Refuse tensors that torch itself cannot copy, or not without leaving a part behind.
+    """Refuse tensors that torch itself cannot copy, or not completely.
 
-    Fake and meta tensors are traced with, and those in torch's own wrappers have their memory elsewhere.
+    Fake and meta tensors are for tracing, and torch's own wrappers hold their memory in other tensors.
     """
     for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
         if isinstance(tensor, torch.masked.MaskedTensor):  # which takes no operators but torch's own
@@ -78,7 +78,7 @@ def _check_memory(tensors: object, parameter: str, name: str) -> None:
 
 
 def _check_group(group: object, name: str) -> None:
-    """Refuse what stands for no group."""
+    """Refuse a value that does not stand for a group."""
     if isinstance(group, (ProcessGroup, str, DeviceMesh)):
         return
     if isinstance(group, tuple):
@@ -109,8 +109,8 @@ def expand_group(group: Group, tag: str = "") -> tuple[str, list[int], int]:
     The three find a group again (:func:`find_or_make_group`).
 
     Raises:
-        InvalidShapeError: a mesh of several dimensions without saying which.
-        InvalidArgumentError: lists of ranks of different lengths, or nothing of the kinds above.
+        InvalidShapeError: a mesh of several dimensions is given without a dimension.
+        InvalidArgumentError: lists of ranks have different lengths, or the group is of none of these kinds.
     """
     if isinstance(group, list):
         if group and isinstance(group[0], list):
@@ -155,13 +155,13 @@ def _mesh_and_dimension(group: Any) -> tuple[DeviceMesh, int | str]:
 
 @checked
 def find_or_make_group(tag: str, ranks: Sequence[int], size: int) -> ProcessGroup:
-    """Return this rank's group with a tag among ``ranks``, each ``size`` consecutive of which make one.
+    """Return this rank's group with a tag among ``ranks``, of which every ``size`` consecutive form one.
 
     It is made if there is none, which needs no other rank (they meet when they first use it).
 
     Raises:
-        InvalidArgumentError: there is none and the tag is empty, or ``size`` does not divide.
-        InvalidShapeError: this rank is not among them.
+        InvalidArgumentError: there is none and the tag is empty, or ``size`` does not divide their number.
+        InvalidShapeError: this rank is not among ``ranks``.
     """
     if not ranks or len(ranks) % size:
         raise InvalidArgumentError(
@@ -191,9 +191,9 @@ def find_or_make_group(tag: str, ranks: Sequence[int], size: int) -> ProcessGrou
 
 
 def constant_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Dynamo call a function and not look into it.
+    """Have Dynamo call a function without tracing it.
 
-    As ``torch.compiler.assume_constant_result`` does, which would load the compiler for it.
+    ``torch.compiler.assume_constant_result`` does the same, but would load the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -212,7 +212,7 @@ def _size_by_name(name: str) -> int:
 def group_name(group: Group, tag: str = "") -> str:
     """Return the name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart.
 
-    A group that was made directly is found by its name once this was asked, but for in a compiled program.
+    After this call a group that was made directly can be found by its name, except in a compiled program.
     """
     if isinstance(group, str):
         return group

@@ -1,13 +1,13 @@
 """Lowerings of the operators for Inductor: a result is written later, and waited for when it is used.
 
-For an operator that it knows nothing of, Inductor takes the outputs as ready and the inputs as free when the
-call returns. Neither holds here, so the operators get lowerings: to the kernels that it has for collectives.
-A collective keeps its input until the wait and forbids to touch its output before; all_reduce and broadcast
-work in place where the input is not needed any more; a wait changes a buffer and copies nothing. Inductor
-also keeps collectives in one order, the graph's, which is the same on all ranks.
+For an operator that it does not know, Inductor takes the outputs as ready and the inputs as free when the
+call returns. Neither holds here, so the operators get lowerings, to Inductor's kernels for collectives. A
+collective keeps its input, and its output must not be touched, until the wait; all_reduce and broadcast work
+in place if the input is not needed any more; a wait changes a buffer and copies nothing. Inductor also keeps
+collectives in one order, the graph's, which is the same on all ranks.
 
 Inductor's default passes do not know our operators, and leave a wait where the program has it, which is right
-after its collective. :class:`Overlap` moves the two apart, so that what lies between is computed meanwhile.
+after its collective. :class:`Overlap` moves the two apart, so that the nodes between run meanwhile.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _lock = threading.Lock()
 
 
 def lower_collectives() -> None:
-    """Tell Inductor, if it is loaded.
+    """Register the lowerings with Inductor, if it is loaded.
 
     The operators' fake kernels call this: a graph is traced with fake tensors after Inductor was loaded
-    and before it is lowered. So Inductor, which takes seconds to import, is not loaded for this.
+    and before it is lowered. So Inductor, which takes seconds to import, need not be loaded for this.
     """
     global _lowered
     if _lowered or not hasattr(sys.modules.get("torch._inductor.lowering"), "register_lowering"):
@@ -62,7 +62,7 @@ def _register() -> None:
 
 
 def _lowerings() -> dict[Any, Lowering]:
-    """Return the lowering of each operator: in place where the collective is."""
+    """Return the lowering of each operator: in place if the collective is."""
     ops = torch.ops.torchestra
     lowerings: dict[Any, Lowering] = {ops.wait_tensor: _lower_wait}
     for row in _ROWS:
@@ -132,7 +132,7 @@ def _lower_wait(tensor: Any) -> Any:
 
 
 class Overlap:
-    """A pass over a graph: collectives as early, waits as late as their arguments and users allow.
+    """A pass over a graph that moves collectives as early, and waits as late, as arguments and users allow.
 
     Collectives keep their order. Nothing is moved past a node that changes a tensor. A matrix product that
     Inductor has fused with the addition of a result that is waited for is taken apart again, so that it need
@@ -140,7 +140,7 @@ class Overlap:
     """
 
     def apply(self, graph: fx.Graph) -> int:
-        """Change the graph; how many nodes were moved or replaced."""
+        """Change the graph; return how many nodes were moved or replaced."""
         return _unfuse_additions(graph) + _hoist_collectives(graph) + _sink_waits(graph)
 
 
@@ -179,9 +179,9 @@ def _unfuse_additions(graph: fx.Graph) -> int:
 
 
 def _hoist_collectives(graph: fx.Graph) -> int:
-    """Compute first, between two collectives, the arguments of the second, and begin it then.
+    """Between two collectives, compute first the arguments of the second, and begin it then.
 
-    What it does not need is not put off any further, because it may keep memory from being freed.
+    Other nodes are not delayed any further, because they may keep memory from being freed.
     """
     nodes = list(graph.nodes)
     order: list[fx.Node] = []

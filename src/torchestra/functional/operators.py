@@ -1,16 +1,16 @@
 """The functional collectives as torch operators: ``torch.ops.torchestra.*``.
 
-They are derived from the rows of the table of operations that name one. Every operator returns new tensors,
-at once; ``wait_tensor`` returns its argument when its contents are there. An operator knows its group by
-name, so that graphs hold nothing but strings and numbers, and finds it when it runs. Those that end in
-``_`` work in place; they are for Inductor.
+They are derived from those rows of the table of operations that name one. Every operator returns new tensors
+at once; ``wait_tensor`` returns its argument when its contents are there. An operator gets its group's name,
+so that graphs hold only strings and numbers, and looks it up when it runs. Those that end in ``_`` work in
+place; they are for Inductor.
 
-``wait_tensor`` says truthfully that it returns what it is given. In a functional graph, though, its result is
-a tensor of its own: the one that may be read. So it has a functionalization and a derivative of its own
-making, which torch does not make for operators that return views.
+``wait_tensor`` declares that it returns its argument. In a functional graph, though, its result is a tensor
+of its own: the one that may be read. So this file defines its functionalization and its derivative, which
+torch does not make for operators that return views.
 
-Fake kernels give shapes alone. They check what can be checked without a group, so that a mistake shows
-while a program is traced.
+Fake kernels compute only shapes. They check everything that can be checked without a group, so that tracing a
+program reveals a mistake.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _OUTPUTS: dict[Shape, Kernel] = {
 
 
 class _Operator:
-    """The operators of a row of the table.
+    """Define the operators of a row of the table.
 
     Their arguments are a tensor, or several, then as far as the row has them a reduce operation, a root and
     split sizes, the group's size if the output's depends on it, and the group's name.
@@ -111,7 +111,7 @@ class _Operator:
         self._is_sized = row.shape in (Shape.OUTPUT_IS_WHOLE, Shape.INPUT_IS_WHOLE)
 
     def define(self) -> None:
-        """Define the operator, that of several tensors, and that in place, as far as the row has them."""
+        """Define the operator and its forms for several tensors and in place, if the row has them."""
         row, name = self._row, self._row.functional
         parameters = ["str reduce_op"] * row.reduces + [f"int {row.root}"] * bool(row.root)
         if row.splits:
@@ -149,7 +149,7 @@ class _Operator:
         return group
 
     def _settings(self, arguments: Sequence[Any], group: ProcessGroup) -> dict[str, Any]:
-        """Return what a call asks for but its tensors: reduce operation, root, split sizes."""
+        """Return a call's arguments other than tensors: reduce operation, root, split sizes."""
         row, settings = self._row, dict[str, Any]()
         if row.reduces:
             settings["op"] = reduction(arguments[0])
@@ -222,11 +222,11 @@ _define("wait_tensor(Tensor(a) input) -> Tensor(a)", _wait_tensor, torch.empty_l
 ops = torch.ops.torchestra
 """The operators, as they appear in graphs."""
 
-# A collective whose result nobody uses takes place all the same: the other ranks are in it too.
+# A collective whose result is not used must run anyway: the other ranks take part in it.
 torch.fx.node.has_side_effect(ops.wait_tensor.default)
 
 
-# -- derivatives: what a collective does to values, its transpose does to gradients
+# -- derivatives: gradients go through the transpose of a collective
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

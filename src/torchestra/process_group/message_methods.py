@@ -21,7 +21,7 @@ class MessageMethods:
     communicator: Communicator
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
-        """Begin to send a tensor to a rank; it must stay as it is until the Work is done."""
+        """Begin to send a tensor to a rank; it must not be changed until the Work is done."""
         communicator = self.communicator
         tensor = _single(tensors, "send")
         tag = checks.check_tag(tag, "send")

@@ -1,1 +1,1 @@
-"""Tensors on their way to the engine: checks, contiguity, sparse ones, those of GPUs, objects as bytes."""
+"""Preparing tensors for the engine: checks, contiguity, sparse tensors, and Python objects as bytes."""

@@ -17,8 +17,8 @@ class Call(NamedTuple):
     """A call of a collective whose arguments have been checked.
 
     Attributes:
-        inputs: the tensors that it reads, one by one; complex ones as pairs of reals where it only moves.
-        outputs: those that it fills; of an operation in place the same.
+        inputs: the tensors that it reads, one by one; complex ones as pairs of reals if it only moves them.
+        outputs: the tensors that it fills; the same for an operation in place.
         result: the result of its Work: the outputs as they were given.
         dtype: of the tensors.
         splits: rows to each rank, and rows from each; None without splits.
@@ -42,16 +42,16 @@ def check_call(
     size: int,
     real: bool,
 ) -> Call:
-    """Refuse arguments that cannot be right.
+    """Check a call's arguments; refuse wrong ones.
 
     Args:
-        output, input: a tensor, or one for each rank; None where only the root gives them.
+        output, input: a tensor, or one for each rank; None if only the root has them.
         splits: the split sizes of output and input, as given.
-        rank, size: of the calling rank in its group.
+        rank, size: the calling rank's number, and the size of its group.
         real: tensors need memory that they can be moved from and to (not so in a fake world).
 
     Raises:
-        InvalidArgumentError: they are wrong; nothing was sent, and the group stays usable.
+        InvalidArgumentError: an argument is wrong; nothing was sent, and the group stays usable.
     """
     name = row.name
     if row.reduces:
@@ -101,7 +101,7 @@ class _Given(NamedTuple):
 def _check_rooted(
     row: Collective, output: _Given, given: _Given, is_root: bool, size: int, real: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Check a tensor of every rank, and a list of such tensors of the root."""
+    """Check a tensor of every rank, and the root's list of such tensors."""
     gathers = output.parameter.on_root
     one, listed = (given, output) if gathers else (output, given)
     (tensor,) = one.checked(row.name, size, real)
@@ -151,7 +151,7 @@ def _check_whole(
 def check_in_place_list(
     row: Collective, tensors: Sequence[torch.Tensor], op: ReduceOp | None, *, real: bool
 ) -> Call:
-    """Refuse what is not some tensors for an operation in place, to be taken as one."""
+    """Check a list of tensors for one operation in place on all of them; refuse any other value."""
     if op is not None:
         checks.check_op(op, row.name)
     for index, tensor in enumerate(tensors):
@@ -165,7 +165,7 @@ def check_in_place_list(
 def pieces(
     call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return the tensors that go to and come from each rank; equal parts of tensors alike stay together."""
+    """Return the tensors that go to and come from each rank; two of one shape in equal parts stay whole."""
     if call.splits is None:
         return inputs, outputs
     sent, expected = call.splits

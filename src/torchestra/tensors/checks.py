@@ -20,14 +20,14 @@ from torchestra.types import ReduceOp
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 LARGEST_TAG = (1 << 62) - 1
-"""Tags are 64-bit integers, of which the negative ones are torchestra's own."""
+"""Tags are 64-bit integers; torchestra reserves the negative ones."""
 
 DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 """The types of devices that tensors can be moved from and to."""
 
 
 def check_op(op: object, name: str) -> ReduceOp:
-    """Refuse what is not a reduce operation, and a PREMUL_SUM without its factor."""
+    """Refuse a value that is not a reduce operation, and a PREMUL_SUM without its factor."""
     if not isinstance(op, ReduceOp):
         refuse_type(name, "op", "a torchestra.ReduceOp", op)
     if op.name == "PREMUL_SUM" and op.factor is None:
@@ -38,7 +38,7 @@ def check_op(op: object, name: str) -> ReduceOp:
 
 
 def check_is_tensor(value: object, parameter: str, name: str) -> torch.Tensor:
-    """Refuse what is not a tensor."""
+    """Refuse a value that is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgumentTypeError(
             f"{name}: Invalid function argument. Expected parameter `{parameter}` of type torch.Tensor but"
@@ -50,7 +50,7 @@ def check_is_tensor(value: object, parameter: str, name: str) -> torch.Tensor:
 
 
 def check_is_list(value: object, parameter: str, name: str) -> list[object]:
-    """Refuse what is not a list or tuple."""
+    """Refuse a value that is not a list or tuple."""
     if not isinstance(value, (list, tuple)):
         raise InvalidArgumentTypeError(
             f"{name}: Invalid function argument. Expected parameter `{parameter}` of type List[torch.Tensor]"
@@ -60,7 +60,7 @@ def check_is_list(value: object, parameter: str, name: str) -> list[object]:
 
 
 def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
-    """Refuse what is not a list of tensors."""
+    """Refuse a value that is not a list of tensors."""
     found: list[Any] = check_is_list(value, parameter, name)
     for index, each in enumerate(found):
         if each.__class__ is not torch.Tensor:
@@ -71,13 +71,13 @@ def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Te
 def check_tensor(
     tensor: object, parameter: str, name: str, *, written: bool = False, real: bool = True
 ) -> torch.Tensor:
-    """Refuse what is not a dense tensor of the CPU, or of CUDA, of a dtype that can be sent.
+    """Refuse a value that is not a dense tensor of the CPU, or of CUDA, of a dtype that can be sent.
 
     Args:
         written: whether the operation writes into it; then its elements must not share memory.
         real: whether it is to be moved; in a fake world any tensor will do.
 
-    Nor may it lack memory of its own: see contiguity.py.
+    It must have memory of its own: see contiguity.py.
     """
     if (
         isinstance(tensor, torch.Tensor)
@@ -85,7 +85,7 @@ def check_tensor(
         and tensor.dtype in DTYPE_CODE
         and not tensor.is_quantized
     ):
-        return tensor  # as most are; of those nothing else is to be asked
+        return tensor  # the usual case, which needs no further checks
     tensor = check_is_tensor(tensor, parameter, name)
     if not real:
         return tensor
@@ -131,7 +131,7 @@ def _is_reducible(dtype: torch.dtype, op: str) -> bool:
 def check_list(
     tensors: object, parameter: str, length: int, name: str, *, written: bool = False, real: bool = True
 ) -> list[torch.Tensor]:
-    """Refuse what is not a list of ``length`` tensors, one for each rank."""
+    """Refuse a value that is not a list of ``length`` tensors, one for each rank."""
     found = check_is_list(tensors, parameter, name)
     if len(found) != length:
         raise InvalidArgumentError(
@@ -173,11 +173,11 @@ def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parame
 
 
 def in_reals(*arguments: Any) -> list[Any]:
-    """Return tensors, and lists of tensors, between which elements are moved: complex ones as pairs of reals.
+    """Return tensors, and lists of them, whose elements are only moved; complex ones as pairs of reals.
 
-    So complex tensors may be mixed with those of their parts, on one rank and between ranks, as by
-    torch.distributed. (Conjugated ones have no such view; then all stay as they are.) What is not tensors
-    does too, for the checks that follow.
+    So complex tensors may be mixed with tensors of their parts, on one rank and between ranks, as in
+    torch.distributed. (Conjugated tensors have no such view; then all stay as they are.) Other values are
+    returned unchanged, for the checks that follow.
     """
     lists = [each if isinstance(each, (list, tuple)) else [each] for each in arguments]
     found = [
@@ -218,7 +218,7 @@ def check_tag(tag: object, name: str, parameter: str = "tag") -> int:
 
 
 def check_integers(values: object, parameter: str, name: str) -> list[int]:
-    """Refuse what is not a list of ints."""
+    """Refuse a value that is not a list of ints."""
     if not isinstance(values, (list, tuple)):
         refuse_type(name, parameter, "a list of ints", values)
     if not all(map(is_integer, values)):
@@ -249,7 +249,7 @@ def check_rooted_list(
     written: bool = False,
     real: bool = True,
 ) -> list[torch.Tensor] | None:
-    """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
+    """Refuse a list that is missing on the root, present on another rank, or does not match ``like``."""
     if not is_root:
         if tensors is not None and not (isinstance(tensors, (list, tuple)) and not tensors):
             given = check_tensor_list(tensors, parameter, name)

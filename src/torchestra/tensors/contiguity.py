@@ -1,9 +1,8 @@
-"""Sort tensors by memory: which the engine can take, which are copied first, which have none.
+"""Sort tensors by memory: those that the engine can take, those that are copied first, those without any.
 
 The engine reads and writes memory by its address. A tensor may look like any other and have no memory of its
-own (fake, functional, zero and batched tensors, those of wrapper classes), or less than its shape says (its
-storage was resized); :func:`plain_address` and :func:`what_is_missing` are the two gates that keep these from
-it.
+own (fake, functional, zero and batched tensors, those of wrapper classes), or less than its shape requires
+(its storage was resized); :func:`plain_address` and :func:`what_is_missing` keep these from the engine.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from torch.nn.parameter import is_lazy
 from torchestra.errors import InvalidArgumentError
 
 TENSORS = (torch.Tensor, torch.nn.Parameter)
-"""The classes whose tensors answer for themselves; those of others may not have their elements in memory."""
+"""The classes whose tensors have their elements in their own memory; those of other classes may not."""
 
 
 def plain_address(tensor: torch.Tensor) -> int:
-    """Where the elements of a tensor of the CPU lie one after the other, in memory that it has; else 0.
+    """Return the address of a CPU tensor's elements, if they lie one after the other in its memory; else 0.
 
-    Not for complex or quantized tensors, whose bits are not all that they are. Of other classes than torch's
-    own it is 0 (they may answer for themselves), and of empty tensors.
+    It is not for complex or quantized tensors, which their bits do not fully describe. It is 0 for empty
+    tensors, and for classes other than torch's own.
     """
-    # What has no storage raises RuntimeError: tensors of other layouts and of functorch.
+    # Tensors without storage, those of other layouts and of functorch, raise RuntimeError.
     try:
         if (
             tensor.__class__ in TENSORS
@@ -54,7 +53,7 @@ def what_is_missing(tensor: torch.Tensor) -> str:
         )
     try:
         storage = tensor.untyped_storage()
-        # A fake tensor's storage is of "meta"; torch warns of who asks for the address.
+        # A fake tensor's storage is on "meta"; torch warns when its address is asked for.
         room, address = storage.nbytes(), tensor.data_ptr() if storage.device == tensor.device else 0
     except RuntimeError:
         return f"has no memory of its own ({_described(tensor)}); give a plain tensor"
@@ -81,7 +80,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return how many elements there are from the first to the last in memory, of a tensor that has any."""
+    """Return how many elements a nonempty tensor spans in memory, from the first to the last."""
     if tensor.is_contiguous():
         return tensor.numel()
     return 1 + sum([(length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)])
@@ -90,10 +89,10 @@ def span(tensor: torch.Tensor) -> int:
 def check_memory(tensor: torch.Tensor) -> None:
     """Refuse to pickle a dense tensor of the CPU that has no memory, or less than it needs.
 
-    Quantized and nested tensors, and those of other classes, say themselves how they are pickled.
+    Quantized and nested tensors, and those of other classes, define themselves how they are pickled.
 
     Raises:
-        InvalidArgumentError: it has not.
+        InvalidArgumentError: it lacks memory.
     """
     if (
         tensor.__class__ in TENSORS
@@ -106,10 +105,10 @@ def check_memory(tensor: torch.Tensor) -> None:
 
 
 def check_storage(storage: torch.UntypedStorage) -> None:
-    """Refuse to pickle a storage of the CPU that says that it has bytes, and has none.
+    """Refuse to pickle a storage of the CPU that reports a size, but has no memory.
 
     Raises:
-        InvalidArgumentError: it says so.
+        InvalidArgumentError: it has no memory.
     """
     if storage.nbytes() and not storage.data_ptr():
         raise InvalidArgumentError(
@@ -134,7 +133,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The place in the list of a tensor that shares memory with one before it; None if none does."""
+    """Return the index of a tensor that shares memory with an earlier one in the list; None if none does."""
     ranges = sorted(
         (each.data_ptr(), each.data_ptr() + span(each) * each.itemsize, place)
         for place, each in enumerate(tensors)
@@ -156,7 +155,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> int | None:
 def _marked_twice(
     tensors: Sequence[torch.Tensor], places: Sequence[int], first: int, last: int
 ) -> int | None:
-    """:func:`overlapping`, of tensors that are within this range of addresses and may be interleaved."""
+    """Do :func:`overlapping` for tensors within this range of addresses, which may be interleaved."""
     marks = torch.zeros(last - first, dtype=torch.uint8)
     for place in places:
         tensor = tensors[place]
@@ -170,12 +169,12 @@ def _marked_twice(
 
 
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor if its memory holds its elements one after the other, else such a copy of it."""
+    """Return the tensor if its memory holds its elements one after the other, else such a copy of it."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def write_back(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy what an operation has left in buffers into the tensors that they were made of; the tensors."""
+    """Copy an operation's results from buffers into their tensors; return the tensors."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer)

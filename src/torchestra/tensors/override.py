@@ -1,8 +1,8 @@
-"""Kinds of tensors that take a collective into their own hands.
+"""Classes of tensors that implement collectives themselves.
 
 A class of tensors that defines ``__torchestra_collective__(communicator, row, output, input, op, root,
 splits, async_op, timeout_s)`` has it called, as a class method, in place of :meth:`Communicator.collective`
-with one of its tensors. That is found out where arguments are checked, so other tensors pay nothing for it.
+with one of its tensors. The checks of arguments find it out, so it costs nothing for other tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Python objects as tensors of bytes, and back: what collectives of objects move.
+"""Convert Python objects to tensors of bytes, which collectives of objects move, and back.
 
-Packed objects are *a stream and buffers*. The buffers are the large memory of tensors and arrays, where it
-lies (serialization.py). The stream begins with an index (words of 8 bytes)::
+Packed objects are *a stream and buffers*. The buffers are the large memory of tensors and arrays, in place
+(serialization.py). The stream begins with an index (words of 8 bytes)::
 
     objects | buffers | per object: bytes of its data, number of its buffers | per buffer: bytes
 
@@ -26,18 +26,18 @@ _HEAD_WORDS = 4
 _INLINE_BYTES = BLOCK_BYTES - 8 * _HEAD_WORDS
 # Below, a copy costs less than an operation for this buffer alone.
 _LARGE_BYTES = 32 << 10
-_MAX_REASON = 400  # characters of what pickling has raised
+_MAX_REASON = 400  # characters of the error of pickling
 
 
 class Head(NamedTuple):
-    """Tells, at the beginning of a block, what comes after it.
+    """Describe, at the beginning of a block, the data that follow.
 
     Attributes:
-        failed: 1 where the sender could not pickle its objects; the stream says why.
+        failed: 1 if the sender could not pickle its objects; the stream then holds the reason.
         stream: bytes of the stream.
         buffers: how many buffers come.
-        more: where objects for several ranks go out together, 1 if the stream of any of them goes on after
-            its block, plus twice the most buffers that any of them has.
+        more: if objects for several ranks are sent together, 1 if the stream of any of them goes on after its
+            block, plus twice the largest number of buffers of any.
     """
 
     failed: int
@@ -48,11 +48,11 @@ class Head(NamedTuple):
 
 @dataclass
 class PackedObjects:
-    """Some objects on their way.
+    """Hold objects that are being sent or received.
 
     Attributes:
         stream, buffers: see above.
-        failed: the sender could not pickle its objects; the stream says why.
+        failed: whether the sender could not pickle its objects; the stream then holds the reason.
     """
 
     stream: torch.Tensor
@@ -89,7 +89,7 @@ class PackedObjects:
 
     @classmethod
     def failure(cls, reason: BaseException) -> PackedObjects:
-        """Make what is sent in place of objects that could not be pickled."""
+        """Make the message that is sent in place of objects that could not be pickled."""
         text = one_line(reason).encode()[:_INLINE_BYTES]
         return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8), [], failed=True)
 
@@ -109,7 +109,7 @@ class PackedObjects:
 
     @classmethod
     def arriving(cls, block: torch.Tensor) -> tuple[PackedObjects, Head]:
-        """Begin to receive objects whose block has come; ``rest`` is to be filled, and then its buffers."""
+        """Begin to receive objects whose block has come; the caller fills ``rest``, then the buffers."""
         head = Head(*block[: 8 * _HEAD_WORDS].numpy().view(np.int64).tolist())
         stream = torch.empty(head.stream, dtype=torch.uint8)
         inline = stream[:_INLINE_BYTES]
@@ -130,7 +130,7 @@ class PackedObjects:
         return self.stream.numpy().tobytes().decode(errors="replace")
 
     def __bool__(self) -> bool:
-        """Return whether anything came: nobody sends in a fake world."""
+        """Return whether anything came; in a fake world nothing does."""
         return self.stream.numel() > 0
 
     def objects(self) -> list[object]:
@@ -164,10 +164,10 @@ def one_line(error: BaseException) -> str:
 
 
 class Unreadable:
-    """Stands in place of an object that could not be unpickled.
+    """Stand in for an object that could not be unpickled.
 
     Attributes:
-        error: why.
+        error: the error of unpickling.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """The sum over all ranks of sparse tensors in COO form.
 
-Ranks have different numbers of entries, some none. So: (1) all tell each other shapes and counts; (2) all
-gather everybody's indices, (3) and values, straight into one long list of entries in the order of the ranks;
+Ranks have different numbers of entries, some none. So: (1) all exchange shapes and counts; (2) all gather all
+ranks' indices, (3) and values, straight into one long list of entries in the order of the ranks;
 (4) each adds up the values of equal indices. All add the same list in the same order, so the results are
 bit-identical. A rank sends its entries once to each other, after adding up its own. Half precision adds in
 float32.
@@ -30,7 +30,7 @@ OPERATIONS = 3
 _HEADS = replace(ALL_GATHER_INTO_TENSOR, kind=Kind.sparse_all_reduce)
 _ENTRIES = replace(ALL_GATHER, kind=Kind.sparse_all_reduce)
 _MOST_DIMENSIONS = 16
-# What a rank tells of its tensor, as int64: dtype, sparse dimensions, all dimensions, lengths, entries.
+# A rank's description of its tensor, as int64: dtype, sparse dimensions, all dimensions, lengths, entries.
 _HEAD = 4 + _MOST_DIMENSIONS
 # Types whose entries torch cannot add up, or not precisely enough, and those in which it can.
 _ADDED_AS = {
@@ -43,7 +43,7 @@ _ADDED_AS = {
 
 
 def check(tensors: object, op: ReduceOp, name: str) -> list[torch.Tensor]:
-    """Refuse what is not some sparse COO tensors of the CPU, alike but for their entries, to be summed."""
+    """Refuse all but sparse COO tensors of the CPU, alike except for their entries, to be summed."""
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
         raise InvalidArgumentTypeError(f"{name}: expected a list of tensors, got {tensors!r}")
     if not tensors:
@@ -117,7 +117,7 @@ def all_reduce(engine: Engine, tensors: Sequence[torch.Tensor], timeout_s: float
 
 
 def _own_entries(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the entries of these tensors are, one row each, and what they are; each place once."""
+    """Return the indices of these tensors' entries, one row each, and their values; each index once."""
     plain = [tensor.detach() for tensor in tensors]
     indices = torch.cat([tensor._indices().t() for tensor in plain])
     values = torch.cat([tensor._values() for tensor in plain])
@@ -129,7 +129,7 @@ def _own_entries(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.T
 def _added_up(
     indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same entries with those of one place added up, in the order of the list."""
+    """Return the entries with those of equal index added up, in the order of the list."""
     if like.dtype is torch.uint64:
         wide = values.view(torch.int64)  # which adds to the same bits
     else:
