@@ -237,7 +237,7 @@ class Work:
         self.wait()
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """Return a future of a :class:`WorkResult`, which never has an exception."""
+        """Return a future of the outcome: 0 success, 1 time-out, 2 another error (torch's WorkResult)."""
         return self.get_future().then(_result_of)
 
     def _source_rank(self) -> int:
