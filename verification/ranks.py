@@ -17,6 +17,7 @@ from torchestra.engine.local import LocalPlan
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import find_heaps
+from torchestra.engine.native.declarations import KernelSource
 from torchestra.engine.p2p import Mailbox, channel_area_bytes
 from torchestra.engine.p2p import layout as p2p
 from verification.memory import Known, SharedMemory
@@ -119,10 +120,10 @@ class Ranks:
         return test
 
     def world(
-        self, library: Library, driver: object, arguments: Callable[[int], Sequence[int]], rules: Rules
+        self, library: Library, driver: KernelSource, arguments: Callable[[int], Sequence[int]], rules: Rules
     ) -> Callable[[Known], World]:
         """Return the function that makes the first state, in which each rank calls a driver."""
-        program = library.program(driver)  # type: ignore[arg-type]
+        program = library.program(driver)
         starts = [Start(program, arguments(rank), self.is_private(rank)) for rank in range(self.size)]
         values: dict[int, int] = {}
         relaxed = frozenset(

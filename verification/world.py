@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verification.memory import SharedMemory, to_word
-from verification.program import CALL, RETURN, Library, Program
+from verification.program import CALL, RETURN, Program
 from verification.violations import Violation
 
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
@@ -400,4 +400,4 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 """By name: the functions that stand for a kernel's invisible intrinsics and C functions."""
 
-__all__ = ["OPERATIONS", "Event", "Library", "Rules", "Start", "Stop", "World", "load", "now", "store"]
+__all__ = ["OPERATIONS", "Event", "Rules", "Start", "Stop", "World", "load", "now", "store"]

@@ -22,7 +22,7 @@ from torchestra.launcher.user_frames import end_in_users_code
 
 
 @dataclass(frozen=True)
-class Hello:
+class ReadyForCells:
     """A rank is ready for cells. ``token`` proves that the notebook started it."""
 
     rank: int
@@ -90,7 +90,7 @@ def serve_cells(path: str, token: str, world: World) -> None:
     notebook.connect(path)
     rank_world.prepare_process(world.name)
     runner = _Runner(world, int(os.environ["RANK"]))
-    send(notebook, Hello(runner.rank, token))
+    send(notebook, ReadyForCells(runner.rank, token))
     while (message := receive(notebook)) is not None:
         order: Order = message.content
         if isinstance(order, Leave):

@@ -29,7 +29,7 @@ from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.job import Job
 from torchestra.launcher.output import OutputSink
 from torchestra.launcher.root_cause import FailedRank, describe_exit
-from torchestra.notebook.cells import Cell, CellEnd, Hello, Join, Leave, Order, World, serve_cells
+from torchestra.notebook.cells import Cell, CellEnd, Join, Leave, Order, ReadyForCells, World, serve_cells
 
 _RELEASE_S = 1.0
 """How long ranks may take to end a cell in which another has failed, before that rank leaves its groups."""
@@ -170,7 +170,7 @@ class RankSession:
         connection, _ = self._listener.accept()
         message = receive(connection)
         hello = None if message is None else message.content
-        if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token, self._token):
+        if not isinstance(hello, ReadyForCells) or not secrets.compare_digest(hello.token, self._token):
             connection.close()
             return
         self._connections[hello.rank] = connection

@@ -16,7 +16,7 @@ from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.methods import CollectiveMethods
-from torchestra.process_group.shrinking import Made, shrunk
+from torchestra.process_group.shrinking import NewMembership, shrunk
 from torchestra.process_group.starting import choose_backend, requires_nccl, start
 from torchestra.process_group.torch_names import BackendNames
 from torchestra.store import Store
@@ -282,7 +282,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         """Replace this group by a group of the ranks that are left."""
         name = f"{self.group_name.removesuffix(f'~{self.generation}')}~{self.generation + 1}"
 
-        def put_into_place(made: Made) -> ProcessGroup:
+        def put_into_place(made: NewMembership) -> ProcessGroup:
             options = self.options
             options.group_name = name
             new = type(self)(

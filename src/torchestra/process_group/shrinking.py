@@ -24,7 +24,7 @@ def shrunk(
     name: str,
     exclude: Sequence[int],
     timeout: Timeout | None,
-    put_into_place: Callable[[Made], _Group],
+    put_into_place: Callable[[NewMembership], _Group],
     *,
     abort: bool,
 ) -> _Group:
@@ -56,7 +56,7 @@ def shrunk(
         raise
 
 
-class Made(NamedTuple):
+class NewMembership(NamedTuple):
     """Hold a survivor's part of the new group: its communicator and store, and how to leave them.
 
     ``survivors`` are, by new number, the numbers in the old group.
@@ -70,15 +70,15 @@ class Made(NamedTuple):
 
 def _within_host(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
-) -> Made:
+) -> NewMembership:
     made = shrink(communicator.engine.context, name, exclude, seconds)
     new = Communicator(LocalEngine(made.context), name, communicator.timeout_s)
-    return Made(new, made.store, made.survivors, made.context.leave)
+    return NewMembership(new, made.store, made.survivors, made.context.leave)
 
 
 def _between_hosts(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
-) -> Made:
+) -> NewMembership:
     from torchestra.engine.multihost.shrinking import shrink_hosts
 
     engine, hierarchy = communicator.engine, communicator.engine.hierarchy
@@ -91,7 +91,7 @@ def _between_hosts(
 
     made = shrink_hosts(hierarchy, exclude, seconds, enter)
     made.entered.timeout_s = communicator.timeout_s
-    return Made(made.entered, made.store, made.survivors, made.entered.close)
+    return NewMembership(made.entered, made.store, made.survivors, made.entered.close)
 
 
 def _check(communicator: Communicator, backend: str, exclude: Sequence[int]) -> None:
