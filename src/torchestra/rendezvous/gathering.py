@@ -26,8 +26,10 @@ from collections.abc import Sequence
 
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError, named
 from torchestra.store import PrefixStore, Store
+from torchestra.store.base import pauses
 from torchestra.store.missing_keys import missing_indices
 from torchestra.store.process import ProcessIdentity
+from torchestra.store.unreadable import reading
 
 
 def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str = "") -> Store:
@@ -52,7 +54,7 @@ def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str
             "all ranks must have the same (WORLD_SIZE)"
         )
     here = PrefixStore(str(generation), worlds)
-    _sign(here, rank)
+    _register(here, rank)
     signed = here.add("signed", 1)
     try:
         if signed >= world_size and here.check(_names(world_size)) and not _dead(here, range(world_size)):
@@ -62,21 +64,42 @@ def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str
     except StoreTimeoutError:
         missing = missing_indices(here, _names(world_size))
         dead = _dead(here, [other for other in range(world_size) if other not in missing])
-        _sign_off(here, rank)
+        _unregister(here, rank)
         if len(missing) == world_size - 1:
             _open(worlds, generation, generation, world_size)
-        message = _who_is_missing(missing, dead, store, rank, world_size, timeout_s)
+        message = _missing_ranks(missing, dead, store, rank, world_size, timeout_s)
         raise StoreTimeoutError(message + hint) from None
     return PrefixStore(str(generation), store)
 
 
+def newest_world(store: Store, timeout_s: float) -> Store:
+    """Return what :func:`gather` has returned to the ranks of the newest complete world; wait for one.
+
+    For a process that is none of its ranks.
+
+    Raises:
+        StoreTimeoutError: there is none after the time.
+    """
+    worlds = PrefixStore("rendezvous", store)
+    for _ in pauses(timeout_s):
+        current = worlds.compare_set("current", "", "").split()
+        # The generation before the current one is complete, or will be at once.
+        if current and (generation := int(current[0])) > 0:
+            return PrefixStore(str(generation - 1), store)
+    raise StoreTimeoutError(
+        f"waited {round(timeout_s, 2):g} s at {store} to join a job, but its ranks have not met there; is it"
+        " running, and does it use the same address?"
+    )
+
+
 def _current(worlds: Store, world_size: int) -> tuple[int, int]:
     """Return the generation to join and its size, which the first rank to join sets."""
-    current = worlds.compare_set("current", "", f"0 {world_size}").decode()
-    while current.endswith(" 0"):
-        current = worlds.compare_set("current", current, f"{current[:-2]} {world_size}").decode()
-    generation, agreed = current.split()
-    return int(generation), int(agreed)
+    current = worlds.compare_set("current", "", f"0 {world_size}")
+    while current.endswith(b" 0"):
+        current = worlds.compare_set("current", current, current[:-1] + str(world_size).encode())
+    with reading(f"the world that ranks join at {worlds}"):
+        generation, agreed = map(int, current.split())
+    return generation, agreed
 
 
 def _open(worlds: Store, generation: int, new: int, world_size: int) -> None:
@@ -92,7 +115,7 @@ def _names(world_size: int) -> list[str]:
     return [_name(rank) for rank in range(world_size)]
 
 
-def _sign(here: Store, rank: int) -> None:
+def _register(here: Store, rank: int) -> None:
     """Sign this process as ``rank``; replace a process that is gone, never one that lives."""
     me = ProcessIdentity.current()
     mine = me.encode().encode()
@@ -114,17 +137,18 @@ def _dead(here: Store, signed: Sequence[int]) -> list[int]:
 
 
 def _identity(name: bytes) -> ProcessIdentity:
-    return ProcessIdentity.decode(name.decode())
+    with reading("which process is a rank"):
+        return ProcessIdentity.decode(name.decode())
 
 
-def _sign_off(here: Store, rank: int) -> None:
+def _unregister(here: Store, rank: int) -> None:
     # A store that cannot delete keys keeps the name, which does not harm a later try of this process.
     with contextlib.suppress(NotImplementedError):
         here.delete_key(_name(rank))
         here.add("signed", -1)
 
 
-def _who_is_missing(
+def _missing_ranks(
     missing: list[int], dead: list[int], store: Store, rank: int, world_size: int, timeout_s: float
 ) -> str:
     waited = f"rank {rank} of {world_size} waited {round(timeout_s, 2):g} s at {store}"
@@ -136,4 +160,4 @@ def _who_is_missing(
     if dead:
         reasons.append(f"with {named(dead, 16)}, whose process has died")
     why = " and ".join(reasons)
-    return f"{waited} {why}; are all running, and do all look for the others at the same place?"
+    return f"{waited} {why}; are all running, and do all use the same address?"

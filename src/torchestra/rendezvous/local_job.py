@@ -24,7 +24,7 @@ _RANK_VARIABLES = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK", "slur
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_JOBID")
 
 
-def meeting_point(variables: Mapping[str, str], source: str) -> str:
+def local_store_address(variables: Mapping[str, str], source: str) -> str:
     """Return the ``unix:@name`` at which the ranks that the launcher ``source`` started on this host meet.
 
     Raises:
@@ -32,7 +32,7 @@ def meeting_point(variables: Mapping[str, str], source: str) -> str:
     """
     if not sys.platform.startswith("linux"):
         raise InvalidArgumentError(
-            f"ranks started by {source} can meet without further ado on Linux only; "
+            f"ranks started by {source} can meet without an address on Linux only; "
             "set MASTER_ADDR and MASTER_PORT for all of them"
         )
     job = slurm.job_name(variables) if source == "slurm" else None

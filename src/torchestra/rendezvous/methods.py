@@ -12,21 +12,23 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from torchestra.engine.multihost.mpi import why_no_mpi
 from torchestra.errors import DistNetworkError, InvalidArgumentError, shown
 from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
-from torchestra.rendezvous.gathering import gather
+from torchestra.rendezvous.gathering import gather, newest_world
 from torchestra.rendezvous.handlers import handler_of, with_rank
-from torchestra.rendezvous.local_job import meeting_point
+from torchestra.rendezvous.local_job import local_store_address
 from torchestra.rendezvous.over_mpi import open_over_mpi
-from torchestra.store import FileStore, PrefixStore, Store, TCPStore
-from torchestra.store.base import check_integer, nap
+from torchestra.rendezvous.replication import moved_to_replicas, replicas_wanted
+from torchestra.store import FileStore, PrefixStore, ReplicatedStore, Store, TCPStore
+from torchestra.store.base import check_integer, interruptible_sleep
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE, Secret, job_secret
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.shared_server import keep_server
 from torchestra.store.torch_agent import TorchStore, connect_to_agent
+from torchestra.system.deadline import Deadline
 from torchestra.types import Timeout, timeout_seconds
 
 _UNKNOWN = -1
-_MOST_RANKS = 1 << 16  # tested with ten thousand; a larger number is a mistake, and ranks would wait for it
-_BEFORE_TRYING_AGAIN = 0.1
+_MAX_RANKS = 1 << 16  # tested with ten thousand; a larger number is a mistake, and ranks would wait for it
+_RETRY_SECONDS = 0.1
 _MPI = ("mpich", "openmpi")
 _LAUNCHERS_WITHOUT_ADDRESS = (*_MPI, "slurm")
 
@@ -42,11 +44,13 @@ class Rendezvous:
         store: shared by all ranks of this world and by nobody else, empty at first.
         rank: which rank this is.
         world_size: how many ranks there are.
+        base_store: the store at which they have met, which other worlds use, too.
     """
 
     store: Store
     rank: int
     world_size: int
+    base_store: Store
 
 
 def rendezvous(
@@ -83,33 +87,102 @@ def rendezvous(
         StoreTimeoutError: some ranks did not come in time; it names them.
     """
     timeout_s = timeout_seconds(timeout)
-    place = "store:" if store is not None else init_method or "env://"
-    parts = _split(place)
+    url = "store:" if store is not None else init_method or "env://"
+    parts = _split(url)
     if (handler := handler_of(parts.scheme)) is not None:
         store, rank, world_size = next(
-            iter(handler(with_rank(place, rank, world_size), timeout=timedelta(seconds=timeout_s)))
+            iter(handler(with_rank(url, rank, world_size), timeout=timedelta(seconds=timeout_s)))
         )
     query = dict(parse_qsl(parts.query))
     launch = launch_environment()
-    rank = _settled("rank", rank, query, launch.rank, parts.scheme)
-    world_size = _settled("world_size", world_size, query, launch.world_size, parts.scheme)
+    rank = _given_number("rank", rank, query, launch.rank, parts.scheme)
+    world_size = _given_number("world_size", world_size, query, launch.world_size, parts.scheme)
     _check_rank(rank, world_size)
     if store is not None:
         shared = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
-        own = gather(shared, rank, world_size, timeout_s)
+        opened, own = shared, gather(shared, rank, world_size, timeout_s)
     else:
-        opener = _opener(place, parts, launch, rank, world_size, job_secret(secret))
+        opener = _opener(url, parts, launch, rank, world_size, job_secret(secret))
         opened, own = _met(opener, rank, world_size, timeout_s)
         opened.set_timeout(timeout)
+        if (count := replicas_wanted(opened, world_size)) is not None:
+            own = moved_to_replicas(own, rank, world_size, count, timeout_s)
     if secret is not None:
         own.secret = secret
-    return Rendezvous(own, rank, world_size)
+    return Rendezvous(own, rank, world_size, opened)
+
+
+def has_unknown_size(init_method: str | None, store: Store | None) -> bool:
+    """Return whether nothing says how many ranks meet, so that they may come and go."""
+    if store is not None:
+        return True
+    parts = _split(init_method or "env://")
+    if handler_of(parts.scheme) is not None or "world_size" in dict(parse_qsl(parts.query)):
+        return False
+    return parts.scheme != "env" or launch_environment().world_size is None
+
+
+def open_store(
+    init_method: str | None, *, rank: int, timeout: Timeout, store: Store | None = None, secret: Secret = None
+) -> Store:
+    """Return the store of ranks that come and go. Arguments and errors as for :func:`rendezvous`."""
+    if store is None:
+        url = init_method or "env://"
+        parts = _split(url)
+        rank = _given_number("rank", rank, dict(parse_qsl(parts.query)), None, parts.scheme)
+        opener = _opener(url, parts, launch_environment(), rank, _UNKNOWN, job_secret(secret))
+        store = opener(timeout_seconds(timeout))
+        store.set_timeout(timeout)
+    elif not isinstance(store, Store):
+        store = TorchStore(store, proves=job_secret(secret))
+    if secret is not None:
+        store.secret = secret
+    return store
+
+
+def join_rendezvous(
+    init_method: str | None = None,
+    *,
+    timeout: Timeout,
+    store: Store | None = None,
+    secret: Secret = None,
+) -> Store:
+    """Return the store that the ranks of a job that runs have got from :func:`rendezvous`.
+
+    For a process that is none of them; no rank waits for it.
+
+    Args:
+        init_method, timeout, store, secret: as for :func:`rendezvous`.
+
+    Raises:
+        InvalidArgumentError: something is missing from the arguments and the environment, or wrong.
+        DistNetworkError: the store was not reached in time.
+        StoreTimeoutError: the ranks of the job have not met in time.
+    """
+    deadline = Deadline(timeout_seconds(timeout))
+    if store is not None:
+        opened = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
+    else:
+        url = init_method or "env://"
+        parts = _split(url)
+        if handler_of(parts.scheme) is not None:
+            raise InvalidArgumentError(
+                f"a job whose ranks met through a rendezvous handler ({parts.scheme}://) cannot be joined by"
+                " its address; pass store="
+            )
+        launch = launch_environment()
+        opened = _opener(url, parts, launch, _UNKNOWN, _UNKNOWN, job_secret(secret))(deadline.remaining())
+        opened.set_timeout(timeout)
+    own = newest_world(opened, deadline.remaining())
+    if secret is not None:
+        own.secret = secret
+    return own
 
 
 def _check_rank(rank: int, world_size: int) -> None:
-    if world_size > _MOST_RANKS:
+    if world_size > _MAX_RANKS:
         raise InvalidArgumentError(
-            f"world_size (WORLD_SIZE) is {shown(world_size)}, but a world has at most {_MOST_RANKS} ranks"
+            f"world_size (WORLD_SIZE) is {shown(world_size)}, but a world has at most {_MAX_RANKS} ranks"
         )
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(
@@ -118,16 +191,18 @@ def _check_rank(rank: int, world_size: int) -> None:
         )
 
 
-def _split(place: str) -> SplitResult:
+def _split(url: str) -> SplitResult:
     try:
-        return urlsplit(place)
+        return urlsplit(url)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"init_process_group: `init_method` is no address: {error}, got {shown(place)}"
+            f"init_process_group: `init_method` is no address: {error}, got {shown(url)}"
         ) from error
 
 
-def _settled(name: str, argument: int, query: Mapping[str, str], environment: int | None, scheme: str) -> int:
+def _given_number(
+    name: str, argument: int, query: Mapping[str, str], environment: int | None, scheme: str
+) -> int:
     """Return the rank or world size: the argument, else what the address says, else the environment."""
     argument = check_integer(name, argument)
     if name in query:
@@ -158,7 +233,7 @@ def _not_set(variable: str, remedy: str) -> InvalidArgumentError:
 
 
 def _opener(
-    place: str,
+    url: str,
     parts: SplitResult,
     launch: LaunchEnvironment,
     rank: int,
@@ -175,7 +250,7 @@ def _opener(
             raise InvalidArgumentError("Error initializing torchestra using file:// rendezvous: path missing")
         return lambda _: FileStore(path, world_size)
     raise InvalidArgumentError(
-        f"No rendezvous handler for {place!r}; use env://, tcp://host:port or file:///path"
+        f"No rendezvous handler for {url!r}; use env://, tcp://host:port or file:///path"
     )
 
 
@@ -199,13 +274,16 @@ def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secre
     variables = os.environ
     served = variables.get("TORCHESTRA_STORE")
     if served and launch.source != "torchrun":
+        if "," in served:
+            replicas = served.split(",")
+            return lambda timeout_s: ReplicatedStore(replicas, timeout_s)
         host, port = _host_and_port("TORCHESTRA_STORE", served)
         # This store has the secret that the launcher gave to all ranks, whatever the ranks' own is.
         return lambda timeout_s: TCPStore(host, port, timeout=timeout_s)
     on_this_host = launch.world_size is not None and launch.local_world_size == launch.world_size
     if launch.source in _LAUNCHERS_WITHOUT_ADDRESS and on_this_host and not variables.get("MASTER_ADDR"):
-        return _served_by_rank_0(meeting_point(variables, launch.source), 0, rank, secret)
-    if launch.source in _MPI and not variables.get("MASTER_ADDR") and not why_no_mpi():
+        return _served_by_rank_0(local_store_address(variables, launch.source), 0, rank, secret)
+    if rank != _UNKNOWN and launch.source in _MPI and not variables.get("MASTER_ADDR") and not why_no_mpi():
         return lambda timeout_s: open_over_mpi(rank, world_size, secret, timeout_s)
     host, port = _master(launch)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
@@ -217,7 +295,7 @@ def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secre
     if several_hosts and secret is None and not Address(host, port).is_local:
         raise InvalidArgumentError(
             f"the ranks are on several hosts ({launch.local_world_size} of {launch.world_size} on this one) "
-            f"and have no secret by which to know each other; {SECRET_ADVICE}, or pass secret="
+            f"and have no secret to authenticate each other with; {SECRET_ADVICE}, or pass secret="
         )
     return _served_by_rank_0(host, port, rank, secret)
 
@@ -281,7 +359,7 @@ def _met(opener: Opener, rank: int, world_size: int, timeout_s: float) -> tuple[
         except BaseException:
             opened.close()
             raise
-        nap(_BEFORE_TRYING_AGAIN)
+        interruptible_sleep(_RETRY_SECONDS)
         try:
             opened = opener(max(0.0, deadline - time.monotonic()))
         except DistNetworkError as error:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torchestra.engine.multihost.mpi import start_mpi
 from torchestra.errors import CollectiveTimeoutError, DistNetworkError, InvalidArgumentError
 from torchestra.store import TCPStore
-from torchestra.store.base import nap
+from torchestra.store.base import interruptible_sleep
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.shared_server import keep_server
@@ -31,19 +31,19 @@ _POLL_SECONDS = 0.001
 _TRY_SECONDS = 2.0
 
 
-class _Place(NamedTuple):
-    """The place where the ranks meet. ``secret`` is empty if all have one."""
+class _StoreAddress(NamedTuple):
+    """The address of the store at which the ranks meet. ``secret`` is empty if all have one."""
 
     addresses: list[str]
     port: int
     secret: str
 
     def __repr__(self) -> str:
-        return f"_Place({self.addresses}, {self.port})"  # no message may show the secret
+        return f"_StoreAddress({self.addresses}, {self.port})"  # no message may show the secret
 
 
 _lock = threading.Lock()
-_place: _Place | None = None
+_address: _StoreAddress | None = None
 
 
 def open_over_mpi(rank: int, world_size: int, secret: bytes | None, timeout_s: float) -> TCPStore:
@@ -60,30 +60,30 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, timeout_s: f
         DistNetworkError: no address of rank 0 was reached.
         DistBackendError, ImportError: MPI cannot be used.
     """
-    global _place
+    global _address
     deadline = time.monotonic() + timeout_s
     mpi = start_mpi(timeout_s, world_size)
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (rank, world_size):
         raise InvalidArgumentError(
             f"rank {rank} of {world_size} is rank {world.rank} of {world.size} to MPI; ranks that are not"
-            " those of mpiexec need a place to meet: set MASTER_ADDR and MASTER_PORT for all of them"
+            " those of mpiexec need an address to meet at: set MASTER_ADDR and MASTER_PORT for all of them"
         )
     with _lock:
-        if _place is None:
+        if _address is None:
             own = _serve(secret) if rank == 0 else None
-            _place = _from_rank_0(mpi, own, deadline)
-    shared = _place.secret.encode() or secret
+            _address = _from_rank_0(mpi, own, deadline)
+    shared = _address.secret.encode() or secret
     if shared is None:
         raise InvalidArgumentError(f"rank 0 has a secret, and rank {rank} has none; {SECRET_ADVICE}")
-    return _reached(_place, shared, rank, deadline)
+    return _reached(_address, shared, rank, deadline)
 
 
-def _serve(secret: bytes | None) -> _Place:
+def _serve(secret: bytes | None) -> _StoreAddress:
     """Have this process serve a store until it ends."""
     made = "" if secret is not None else secrets.token_hex(16)
     port = keep_server("0.0.0.0", 0, secret or made.encode())
-    return _Place(own_addresses(), port, made)
+    return _StoreAddress(own_addresses(), port, made)
 
 
 def own_addresses() -> list[str]:
@@ -97,7 +97,7 @@ def own_addresses() -> list[str]:
     return sorted(dict.fromkeys(addresses), key=lambda address: address.startswith("127."))
 
 
-def _from_rank_0(mpi: Any, own: _Place | None, deadline: float) -> _Place:
+def _from_rank_0(mpi: Any, own: _StoreAddress | None, deadline: float) -> _StoreAddress:
     """Return rank 0's message to all."""
     block = bytearray(_BLOCK)
     if own is not None:
@@ -106,26 +106,26 @@ def _from_rank_0(mpi: Any, own: _Place | None, deadline: float) -> _Place:
     request = mpi.COMM_WORLD.Ibcast([block, mpi.BYTE], 0)
     while not request.Test():
         if time.monotonic() > deadline:
-            raise CollectiveTimeoutError("rank 0 did not tell through MPI in time where to meet", (0,))
-        nap(_POLL_SECONDS)
-    return _Place(*json.loads(bytes(block).rstrip(b"\0")))
+            raise CollectiveTimeoutError("rank 0 did not send its address through MPI in time", (0,))
+        interruptible_sleep(_POLL_SECONDS)
+    return _StoreAddress(*json.loads(bytes(block).rstrip(b"\0")))
 
 
-def _reached(place: _Place, secret: bytes, rank: int, deadline: float) -> TCPStore:
+def _reached(found: _StoreAddress, secret: bytes, rank: int, deadline: float) -> TCPStore:
     """Return a store at the first address of rank 0 that answers."""
     failure = ""
     while True:
-        for address in place.addresses:
+        for address in found.addresses:
             until = min(deadline, time.monotonic() + _TRY_SECONDS)
             try:
-                dial(Address(address, place.port), until, secured=True).close()
+                dial(Address(address, found.port), until, secured=True).close()
                 remaining = max(0.1, deadline - time.monotonic())
-                return TCPStore(address, place.port, timeout=remaining, secret=secret)
+                return TCPStore(address, found.port, timeout=remaining, secret=secret)
             except (OSError, DistNetworkError) as error:
                 failure = str(error)
         if time.monotonic() > deadline:
             raise DistNetworkError(
-                f"rank {rank} reached rank 0 at none of its addresses, port {place.port}:"
-                f" {', '.join(place.addresses)}; set MASTER_ADDR and MASTER_PORT for all ranks ({failure})"
+                f"rank {rank} reached rank 0 at none of its addresses, port {found.port}:"
+                f" {', '.join(found.addresses)}; set MASTER_ADDR and MASTER_PORT for all ranks ({failure})"
             )
-        nap(_TRY_SECONDS / 20)
+        interruptible_sleep(_TRY_SECONDS / 20)

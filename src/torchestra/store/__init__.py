@@ -7,6 +7,7 @@ from torchestra.store.fake import FakeStore
 from torchestra.store.file import FileStore
 from torchestra.store.hash import HashStore
 from torchestra.store.prefix import PrefixStore
+from torchestra.store.replicated import ReplicatedStore, StoreReplica
 from torchestra.store.tcp import TCPStore, TCPStoreServer
 
 # Imported before users of stores register their exit handlers, so that its own runs after theirs.
@@ -18,7 +19,9 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "ReplicatedStore",
     "Store",
+    "StoreReplica",
     "TCPStore",
     "TCPStoreServer",
 ]

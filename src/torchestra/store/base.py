@@ -354,7 +354,7 @@ def pauses(timeout_s: float) -> Iterator[None]:
     return Deadline(timeout_s).polls(0.001, _INTERPRETER_SLICE)
 
 
-def nap(timeout_s: float) -> None:
+def interruptible_sleep(timeout_s: float) -> None:
     """Sleep, in slices short enough for signals to be handled."""
     until = time.monotonic() + timeout_s
     while (remaining := until - time.monotonic()) > 0:

@@ -169,11 +169,11 @@ class FileStore(Store):
             return table.queue_len(key)
 
     def clone(self) -> Store:
-        twin = super().clone()
-        assert isinstance(twin, FileStore)
+        clone = super().clone()
+        assert isinstance(clone, FileStore)
         # The file counts the original as its user, so the original must live as long as its clones.
-        twin._original = self._original or self
-        return twin
+        clone._original = self._original or self
+        return clone
 
     def close(self) -> None:
         self._file.leave()

@@ -15,7 +15,8 @@ class ProcessIdentity:
     Attributes:
         hostname: the name of its host, for messages.
         started: when it started, in clock ticks since boot; 0 where the system does not tell.
-        space: where process ids are unique (one boot of one host, one container); empty if unknown.
+        space: where process ids are unique and their starts comparable (one boot of one host, one container,
+            one time namespace, which shifts what /proc tells); empty if unknown.
     """
 
     hostname: str
@@ -51,7 +52,7 @@ class ProcessIdentity:
         return self._is_visible() and start_time(self.pid) == self.started
 
     def _is_visible(self) -> bool:
-        return bool(self.space) and self.space == _process_space()
+        return bool(self.space) and self.space == _pid_namespace()
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.hostname}"
@@ -61,23 +62,28 @@ class ProcessIdentity:
 def _own() -> ProcessIdentity:
     pid = os.getpid()
     return ProcessIdentity(
-        socket.gethostname().replace(" ", "_"), pid, start_time(pid) or 0, _process_space()
+        socket.gethostname().replace(" ", "_"), pid, start_time(pid) or 0, _pid_namespace()
     )
 
 
 @functools.cache
-def _process_space() -> str:
+def _pid_namespace() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+            boot = file.read().strip()
+        space = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+    try:
+        return f"{space}/{os.readlink('/proc/self/ns/time')}"
+    except OSError:  # before Linux 5.6
+        return space
 
 
 def _forget() -> None:
     """Forget the parent's identity in a forked child, which may also be in another process id space."""
     _own.cache_clear()
-    _process_space.cache_clear()
+    _pid_namespace.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -28,7 +28,7 @@ from torchestra.store.table import Table
 from torchestra.system.deadline import Deadline
 
 _LOCK_SECONDS = 60.0
-_FAREWELL_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 
 Change = tuple[Kind, str, bytes]
 
@@ -124,7 +124,7 @@ class SharedFile:
             self._apply(*change)
 
     def _count_out(self) -> None:
-        with self._opened() as descriptor, self._locked(descriptor, fcntl.LOCK_EX, _FAREWELL_SECONDS):
+        with self._opened() as descriptor, self._locked(descriptor, fcntl.LOCK_EX, _CLOSE_SECONDS):
             if not self._is_current(descriptor):
                 return
             self._replay(descriptor, writing=True)
@@ -158,7 +158,7 @@ class SharedFile:
         status = os.fstat(descriptor)
         wrong = None
         if not stat.S_ISREG(status.st_mode):
-            wrong = "it is no regular file"
+            wrong = "it is not a regular file"
         elif status.st_uid != os.geteuid():
             wrong = f"it belongs to another user (number {status.st_uid}), who could write anything into it"
         elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

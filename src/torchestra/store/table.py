@@ -15,7 +15,7 @@ once, when none is missing, from inside the operation that set the last one, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchestra.store.base import INTERNAL_PREFIX, parse_number
 
@@ -134,6 +134,17 @@ class Table:
 
     def queue_len(self, key: str) -> int:
         return len(self._queues.get(key, ()))
+
+    def dump(self) -> tuple[Mapping[str, bytes], Mapping[str, Sequence[bytes]]]:
+        """Return the values and the queues, by key; views, which change with the table."""
+        return self._values, self._queues
+
+    def load(self, values: Mapping[str, bytes], queues: Mapping[str, Sequence[bytes]]) -> None:
+        """Hold these values and queues and no others. There must be no pending wait."""
+        assert not self._waits
+        assert not self._pops
+        self._values = dict(values)
+        self._queues = {key: deque(queue) for key, queue in queues.items()}
 
     def add_wait(self, keys: Sequence[str], ready: Callable[[], object], *, values_only: bool) -> PendingWait:
         """Have ``ready`` called when all ``keys`` exist; at least one must be missing now.

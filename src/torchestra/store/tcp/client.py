@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 import weakref
-from collections.abc import Sequence
+from functools import partial
 
 from torchestra.arguments.annotations import checked_methods
-from torchestra.errors import InvalidArgumentError, QueueEmptyError, StoreTimeoutError, shown
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError, shown
 from torchestra.store.base import (
     DEFAULT_STORE_TIMEOUT,
     INTERNAL_PREFIX,
     Store,
-    Value,
-    check_amount,
     check_integer,
-    check_key,
-    check_keys,
-    check_pairs,
-    encode_value,
-    missing_keys_error,
 )
 from torchestra.store.secret import Secret, job_secret
 from torchestra.store.tcp.address import Address
-from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool, invalid_reply
-from torchestra.store.tcp.protocol import Reply, Request
+from torchestra.store.tcp.client_store import ClientStore, milliseconds
+from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool
+from torchestra.store.tcp.protocol import Request
 from torchestra.store.tcp.server import TCPStoreServer
 from torchestra.store.tcp.shared_server import ServerLease, serves
 from torchestra.types import Timeout
 
-_MOST_DESCRIPTORS = 1 << 31
+_MAX_DESCRIPTORS = 1 << 31
 WORKERS = f"{INTERNAL_PREFIX}workers"
+_WAITS = frozenset({Request.GET, Request.WAIT})
+_READS = _WAITS | {Request.CHECK, Request.LIST, Request.QUEUE_LENGTH}
+"""Requests that change nothing. One that does is never sent twice: a ``set`` that comes late, after another
+client's, would undo that."""
 
 
 @checked_methods
-class TCPStore(Store):
+class TCPStore(ClientStore):
     """A store whose contents are in one process, the master's, and which the other processes reach over TCP.
 
     With ``is_master`` the object also runs the server, in a thread, until it is closed, collected, or its
@@ -45,6 +42,10 @@ class TCPStore(Store):
     the server listens, and clients connect, on the loopback interface. With a secret it is for all processes
     that know it. A client may be started before the master: it retries until the time-out. After a fork the
     child opens its own connections; the server stays with the parent.
+
+    A connection that breaks while the server lives is made again. The operation goes on, unless it changes
+    something and may have reached the server: then it raises :class:`~torchestra.DistNetworkError`, as nobody
+    knows whether it was done.
 
     A value may have up to 1 GiB. All operations, the waiting ones too, react to Ctrl-C at once and end at
     their deadline: the time-out, plus a few seconds if the server does not answer.
@@ -90,7 +91,7 @@ class TCPStore(Store):
         self.set_timeout(timeout)
         if world_size is not None:
             world_size = check_integer("world_size", world_size)
-        if master_listen_fd is not None and not 0 <= master_listen_fd < _MOST_DESCRIPTORS:
+        if master_listen_fd is not None and not 0 <= master_listen_fd < _MAX_DESCRIPTORS:
             raise InvalidArgumentError(
                 f"TCPStore: `master_listen_fd` must be an open descriptor, got {shown(master_listen_fd)}"
             )
@@ -123,80 +124,17 @@ class TCPStore(Store):
         """Return whether the server is in this process."""
         return self._server is not None or serves(self.port)
 
-    def set(self, key: str, value: Value) -> None:
-        self.multi_set([key], [value])
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        fields = [field for key, value in check_pairs(keys, values) for field in (key.encode(), value)]
-        self._ask(Request.SET, fields, 0)
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self.await_values(keys)
-
-    def await_values(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        return self._ask_and_wait(Request.GET, check_keys(keys), self._seconds(timeout))
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        self._ask_and_wait(Request.WAIT, check_keys(keys), self._seconds(timeout))
-
-    def add(self, key: str, amount: int) -> int:
-        check_key(key)
-        amount = check_amount(amount, self)
-        return self._number(Request.ADD, [key.encode(), str(amount).encode()])
-
-    def append(self, key: str, value: Value) -> None:
-        check_key(key)
-        self._ask(Request.APPEND, [key.encode(), encode_value(value)], 0)
-
-    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        check_key(key)
-        values = [encode_value(expected_value), encode_value(desired_value)]
-        return self._ask(Request.COMPARE_SET, [key.encode(), *values])[0]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(Request.CHECK, [key.encode() for key in check_keys(keys)]) == [b"1"]
-
-    def delete_key(self, key: str) -> bool:
-        check_key(key)
-        return self._ask(Request.DELETE, [key.encode()]) == [b"1"]
-
-    def list_keys(self) -> list[str]:
-        try:
-            return [key.decode() for key in self._ask(Request.LIST, [], None)]
-        except UnicodeDecodeError as error:
-            raise invalid_reply(self._address, str(error)) from None
-
-    def queue_push(self, key: str, value: Value) -> None:
-        check_key(key)
-        self._ask(Request.PUSH, [key.encode(), encode_value(value)], 0)
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        check_key(key)
-        if block:
-            return self._ask_and_wait(Request.POP, [key], self._seconds(None))[0]
-        code, answer = self._request(Request.POP, [b"", key.encode()], self._seconds(None))
-        if code == Reply.EMPTY:
-            raise QueueEmptyError(f"queue {key!r} of {self} is empty")
-        return self._fields(code, answer, 1)[0]
-
-    def queue_len(self, key: str) -> int:
-        check_key(key)
-        return self._number(Request.QUEUE_LENGTH, [key.encode()])
-
     def clone(self) -> Store:
         """Return a client of the same server, with its own time-out, and its own connections from its first
         request on.
 
         Groups make clones for threads that may never send a request, and a server's connections are limited.
         """
-        twin = copy.copy(self)
-        twin._server = None
-        twin._pool = ConnectionPool(self._address, self._secret, own=self._server is not None)
-        twin._finalizer = weakref.finalize(twin, _shut, twin._pool, None)
-        return twin
+        clone = copy.copy(self)
+        clone._server = None
+        clone._pool = ConnectionPool(self._address, self._secret, own=self._server is not None)
+        clone._finalizer = weakref.finalize(clone, _shut, clone._pool, None)
+        return clone
 
     def close(self) -> None:
         self._finalizer()
@@ -204,34 +142,9 @@ class TCPStore(Store):
     def __repr__(self) -> str:
         return f"TCPStore({self._address})"
 
-    def _ask(self, request: Request, fields: list[bytes], count: int | None = 1) -> list[bytes]:
-        """Return the fields of the reply; there must be ``count`` of them unless that is None."""
-        return self._fields(*self._request(request, fields, self._seconds(None)), count)
-
-    def _ask_and_wait(self, request: Request, keys: list[str], timeout_s: float) -> list[bytes]:
-        milliseconds = str(math.ceil(timeout_s * 1000)).encode()
-        code, answer = self._request(request, [milliseconds, *(key.encode() for key in keys)], timeout_s)
-        if code == Reply.MISSING:
-            raise missing_keys_error(self, [key.decode(errors="replace") for key in answer], timeout_s)
-        return self._fields(code, answer, 0 if request == Request.WAIT else len(keys))
-
-    def _number(self, request: Request, fields: list[bytes]) -> int:
-        answer = self._ask(request, fields)[0]
-        try:
-            return int(answer)
-        except ValueError:
-            raise invalid_reply(self._address, f"{answer[:40]!r} in place of a number") from None
-
-    def _request(self, request: Request, fields: list[bytes], timeout_s: float) -> tuple[int, list[bytes]]:
-        code, answer = self._pool.request(request, fields, timeout_s, GRACE_SECONDS)
-        if code == Reply.REFUSED and len(answer) == 1:
-            raise InvalidArgumentError(f"{self}: {answer[0].decode(errors='replace')}")
-        return code, answer
-
-    def _fields(self, code: int, answer: list[bytes], count: int | None) -> list[bytes]:
-        if code != Reply.OK or (count is not None and len(answer) != count):
-            raise invalid_reply(self._address, f"code {code} with {len(answer)} fields")
-        return answer
+    def _exchange(self, request: Request, fields: list[bytes], timeout_s: float) -> tuple[int, list[bytes]]:
+        again = partial(_fields_again, request, fields) if request in _READS else None
+        return self._pool.request(request, fields, timeout_s, GRACE_SECONDS, again)
 
     def _report_for_work(self, world_size: int, wait: bool) -> None:
         """Count this store in; the last of a round sets the key that the master waits for."""
@@ -253,6 +166,11 @@ class TCPStore(Store):
                 f"{came}/{world_size} clients joined. {self}: the others' ranks are late or gone, or look for"
                 " the master elsewhere"
             ) from None
+
+
+def _fields_again(request: Request, fields: list[bytes], left_s: float) -> list[bytes]:
+    """Return the fields of a request that is sent again; one that waits has less time then."""
+    return [milliseconds(left_s), *fields[1:]] if request in _WAITS else fields
 
 
 def _shut(pool: ConnectionPool, lease: ServerLease | None) -> None:

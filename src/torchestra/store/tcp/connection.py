@@ -15,6 +15,7 @@ from torchestra.store.tcp.address import Address, dial, wait_ready
 from torchestra.store.tcp.locality import CLOSED, peer_user
 from torchestra.store.tcp.protocol import (
     HELLO_SIZE,
+    INSTANCE_BYTES,
     REFUSAL,
     VERSION,
     AuthMethod,
@@ -44,12 +45,17 @@ class Connection:
             that the server accepted the connection and then sent nothing for a while.
         DistNetworkError: another kind of server listens there, or one of another version or secret; or
             there is no secret, and the server is on another host or of another user.
+
+    Attributes:
+        instance: the server's (protocol.py).
+        asked: whether the last request has been sent whole; if not, the server has not executed it.
     """
 
     def __init__(self, address: Address, secret: bytes | None, deadline: float, *, own: bool = False) -> None:
         self._address = address
         self._own = own
         self._decoder = Decoder()
+        self.instance, self.asked = b"", False
         self._socket = dial(address, deadline, secured=secret is not None)
         try:
             self._shake_hands(secret, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
@@ -70,7 +76,10 @@ class Connection:
             message = encode(code, fields)
         except ProtocolError as error:
             raise InvalidArgumentError(f"TCPStore({self._address}): {error}") from None
+        self.asked = False
+        self._check_connected()
         self._send(message, deadline)
+        self.asked = True
         while True:
             reply = self._decoder.message()
             if reply is not None:
@@ -81,16 +90,27 @@ class Connection:
         """Close the connection; the server drops its pending wait."""
         self._socket.close()
 
+    def detach(self) -> socket.socket:
+        """Return the socket, for its new owner to use and close; nothing has been read from it in advance."""
+        return self._socket
+
     def interrupt(self) -> None:
         """Make the pending request of another thread fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _check_connected(self) -> None:
+        """Raise an OSError if the connection is known to have broken while it was not in use."""
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            if not self._socket.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError("the server closed the connection")
 
     def _shake_hands(self, secret: bytes | None, deadline: float) -> None:
         method = AuthMethod.NONE if secret is None else AuthMethod.HMAC_SHA256
         nonce = os.urandom(NONCE_BYTES)
         self._send([Hello(method, nonce, own=self._own).encode(from_client=True)], deadline)
         theirs = self._server_hello(deadline)
+        self.instance = theirs.nonce[:INSTANCE_BYTES]
         if theirs.version != VERSION:
             raise DistNetworkError(
                 f"the store at {self._address} speaks version {theirs.version} of the protocol, this process "

@@ -38,16 +38,23 @@ class Peer:
 
     Args:
         secret: the client must prove that it knows it; None if there is none.
-        stranger: the user id of a client that is to be refused because it belongs to another user.
+        other_user: the user id of a client that is to be refused because it belongs to another user.
+        instance: the server's; default: one of this connection.
 
     Attributes:
-        stage: strangers are at HELLO or PROOF, clients at READY.
+        stage: unauthenticated connections are at HELLO or PROOF, clients at READY.
         wait: the parked request, if the client waits for a key.
         own: whether the client lives in the server's process.
         deadline: when the stage or the wait ends, in seconds of the monotonic clock; None if never.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes | None, stranger: int | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        secret: bytes | None,
+        other_user: int | None = None,
+        instance: bytes = b"",
+    ) -> None:
         self.connection = connection
         self.stage = Stage.HELLO
         self.wait: PendingWait | PendingPop | None = None
@@ -55,14 +62,15 @@ class Peer:
         self.closed = False
         self.own = False
         self._secret = secret
-        self._stranger = stranger
+        self._other_user = other_user
         self._decoder = Decoder()
         self._outbox: deque[memoryview] = deque()
+        self._instance = instance
         self._nonce = b""
         self._client_nonce = b""
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthenticated(self) -> bool:
         """Return whether the handshake is not over."""
         return self.stage is not Stage.READY
 
@@ -70,6 +78,11 @@ class Peer:
     def sending(self) -> bool:
         """Return whether there is unsent output; nothing is read meanwhile."""
         return bool(self._outbox)
+
+    @property
+    def backlog(self) -> int:
+        """Return how many pieces of output are unsent."""
+        return len(self._outbox)
 
     @property
     def has_more(self) -> bool:
@@ -89,7 +102,7 @@ class Peer:
     def receive(self) -> None:
         """Read what has arrived, up to a quarter of a megabyte, so that other clients get their turn.
 
-        From a stranger, read no more than the next step of the handshake.
+        From an unauthenticated client, read no more than the next step of the handshake.
         """
         try:
             data = self.connection.recv(self._wanted())
@@ -122,7 +135,7 @@ class Peer:
     def shake_hands(self) -> bool:
         """Process the part of the handshake that has arrived; return whether there was progress."""
         if self.stage is Stage.HELLO:
-            return self._greet()
+            return self._read_hello()
         return self._verify()
 
     def name(self) -> str:
@@ -142,7 +155,7 @@ class Peer:
             return self._decoder.bytes_wanted(_CHUNK)
         return (HELLO_SIZE if self.stage is Stage.HELLO else PROOF_BYTES) - len(self._decoder)
 
-    def _greet(self) -> bool:
+    def _read_hello(self) -> bool:
         if not Hello.could_be(self._decoder.start(), from_client=True):
             raise ProtocolError("a stranger")
         data = self._decoder.take(HELLO_SIZE)
@@ -150,16 +163,16 @@ class Peer:
             return False
         hello = Hello.decode(data, from_client=True)
         method = AuthMethod.NONE if self._secret is None else AuthMethod.HMAC_SHA256
-        if self._stranger is not None:
+        if self._other_user is not None:
             method = AuthMethod.OTHER_USER
         self._client_nonce = hello.nonce
         self.own = hello.own
-        self._nonce = os.urandom(NONCE_BYTES)
+        self._nonce = self._instance + os.urandom(NONCE_BYTES - len(self._instance))
         self.send([Hello(method, self._nonce).encode(from_client=False)])
         if hello.version != VERSION:
             raise ProtocolError("another version")
-        if self._stranger is not None:
-            raise RefusedError(f"it is a process of another user (number {self._stranger})")
+        if self._other_user is not None:
+            raise RefusedError(f"it is a process of another user (number {self._other_user})")
         if hello.method != method:
             raise RefusedError(
                 "it has no secret" if self._secret else "it has a secret, and this server none"

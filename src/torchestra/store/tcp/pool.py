@@ -3,6 +3,11 @@
 A thread takes an idle connection, or opens one, and puts it back after the reply. So a thread that
 waits holds up no other, short-lived threads leave nothing behind, and a connection whose request was
 interrupted (by Ctrl-C, a deadline, an error) is closed rather than reused in an unknown state.
+
+A connection that breaks (a firewall forgets it, a router is started anew) need not cost the request. It is
+made again where the server cannot have executed the request, as it was not sent whole, or where executing it
+twice does no harm. Otherwise it fails, since nobody knows whether it was executed. A server that has ended
+refuses the new connection, or is another one (see *instance* in protocol.py), so its end is noticed at once.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchestra.errors import DistNetworkError, DistStoreError
-from torchestra.store.base import nap
+from torchestra.store.base import interruptible_sleep
 from torchestra.store.tcp.address import Address
+from torchestra.store.tcp.client_store import invalid_reply
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.protocol import ProtocolError
 from torchestra.system.forking import forget_in_children
@@ -26,6 +32,8 @@ _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
 _SILENCE_LIMIT_S = 10.0
 _SHORTEST_ATTEMPT = 0.5
+_MAX_LOSSES = 3  # of connections that broke one after the other, each soon after it was made
+_SOON_S = 1.0
 
 _LOOPBACK = ("localhost", "127.0.0.1")  # IPv6 may be switched off where nothing is wrong
 
@@ -62,38 +70,80 @@ class ConnectionPool:
         self._give_back(self._take(timeout_s))
 
     def request(
-        self, code: int, fields: Sequence[bytes], timeout_s: float, grace: float = 0.0
+        self,
+        code: int,
+        fields: Sequence[bytes],
+        timeout_s: float,
+        grace: float = 0.0,
+        again: Callable[[float], Sequence[bytes]] | None = None,
     ) -> tuple[int, list[bytes]]:
         """Return the reply to a request.
 
         Args:
             timeout_s: how long connecting, and then the reply, may take.
             grace: how many seconds longer the reply may take, because the server itself waits.
+            again: returns the fields for another try, given the seconds that are left of ``timeout_s``; None
+                if the request must not be executed twice.
 
         Raises:
             DistNetworkError: the connection was lost, or no reply came.
             InvalidArgumentError: the request is too large; nothing has been sent.
         """
         connection = self._take(timeout_s)
-        try:
-            reply = connection.request(code, fields, time.monotonic() + timeout_s + grace)
-        except BaseException as error:
-            self._discard(connection)
-            if isinstance(error, TimeoutError):
-                raise DistNetworkError(
-                    f"the server of TCPStore({self._address}) gave no answer within {timeout_s + grace:g} s; "
-                    "its process is stopped or overloaded, or the network is down"
-                ) from error
-            if isinstance(error, OSError):
-                raise DistNetworkError(
-                    f"lost the connection to the server of TCPStore({self._address}): {error}; "
-                    "the process it ran in (rank 0's, as a rule) has ended or closed the store"
-                ) from error
-            if isinstance(error, ProtocolError):
-                raise invalid_reply(self._address, str(error)) from error
-            raise
+        deadline = time.monotonic() + timeout_s + grace
+        losses = 0
+        while True:
+            began = time.monotonic()
+            try:
+                reply = connection.request(code, fields, deadline)
+                break
+            except BaseException as error:
+                self._discard(connection)
+                losses = losses + 1 if time.monotonic() - began < _SOON_S else 1
+                replacement = None
+                if _is_loss(error) and losses <= _MAX_LOSSES and (again is not None or not connection.asked):
+                    replacement = self._replacement(connection, deadline)
+                if replacement is None:
+                    if (explained := self._explained(error, timeout_s + grace)) is None:
+                        raise
+                    raise explained from error
+            connection = replacement
+            if again is not None:
+                fields = again(max(0.0, deadline - grace - time.monotonic()))
         self._give_back(connection)
         return reply
+
+    def _explained(self, error: BaseException, limit_s: float) -> DistNetworkError | None:
+        """Return what to raise for an error of a connection; None for another one."""
+        if isinstance(error, TimeoutError):
+            return DistNetworkError(
+                f"the server of TCPStore({self._address}) gave no answer within {limit_s:g} s; "
+                "its process is stopped or overloaded, or the network is down"
+            )
+        if isinstance(error, OSError):
+            return DistNetworkError(
+                f"lost the connection to the server of TCPStore({self._address}): {error}; "
+                "the process it ran in (rank 0's, as a rule) has ended or closed the store"
+            )
+        if isinstance(error, ProtocolError):
+            return invalid_reply(f"TCPStore({self._address})", str(error))
+        return None
+
+    def _replacement(self, lost: Connection, deadline: float) -> Connection | None:
+        """Try once to connect to the same server again; return None if it is gone."""
+        with self._lock:
+            if self._closed:
+                return None
+        try:
+            connection = Connection(self._address, self._secret, deadline, own=self._own)
+        except (OSError, DistNetworkError):
+            return None
+        with self._lock:
+            if connection.instance == lost.instance and not self._closed:
+                self._all.add(connection)
+                return connection
+        connection.close()
+        return None
 
     def close(self) -> None:
         """Close all connections, also those in use; later requests are refused."""
@@ -146,12 +196,9 @@ class ConnectionPool:
         )
 
 
-def invalid_reply(address: Address, what: str) -> DistNetworkError:
-    """Return the error for a server's reply that makes no sense."""
-    return DistNetworkError(
-        f"the server of TCPStore({address}) gave an answer that makes no sense ({what}); "
-        "use the same torchestra on all ranks"
-    )
+def _is_loss(error: BaseException) -> bool:
+    """Return whether a request failed because the connection broke, and not because its time is over."""
+    return isinstance(error, OSError) and not isinstance(error, TimeoutError)
 
 
 def retried(address: Address, connect: Callable[[float], _T], timeout_s: float) -> _T:
@@ -188,5 +235,5 @@ def retried(address: Address, connect: Callable[[float], _T], timeout_s: float) 
         if not warned and now - started > _SILENCE_LIMIT_S:
             warned = True
             _log.warning("still trying to reach a store at %s (%s)", address, reason)
-        nap(pause)
+        interruptible_sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE)

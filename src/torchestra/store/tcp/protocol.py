@@ -13,7 +13,9 @@ never travels, and a proof is good for one connection only. To a wrong proof the
 :data:`REFUSAL`, so that the client can tell it from a server that was too busy and let the connection go.
 A side that finds that the other's version or method differs from its own sends its part and closes the
 connection. ``own`` is 1 if the client is in the server's process, so that the server can tell whether other
-clients are left when that process ends.
+clients are left when that process ends. The first 8 bytes of the server's nonce, its *instance*, are the same
+on all its connections: by these a client that connects anew knows that it has not reached another server,
+without the keys, that was started at the same address.
 
 After that the client sends requests and the server answers each with one reply, both as messages::
 
@@ -42,6 +44,7 @@ VERSION = 2
 MAX_MESSAGE = 1 << 30
 MAX_FIELDS = 1 << 20
 REFUSAL = bytes(PROOF_BYTES)
+INSTANCE_BYTES = 8
 
 _HELLO = struct.Struct(">4sBBH32s")
 HELLO_SIZE = _HELLO.size
@@ -50,7 +53,7 @@ _LENGTH = struct.Struct(">I")
 _CLIENT_MAGIC = b"tstr"
 _SERVER_MAGIC = b"TSTR"
 
-_LEAST_WANTED = 4096
+_MIN_WANTED = 4096
 
 Buffer = Union[bytes, memoryview]
 
@@ -95,6 +98,7 @@ class Reply(enum.IntEnum):
     MISSING = 2  # the keys that did not come in time
     EMPTY = 3  # nothing in the queue
     REFUSED = 4  # one field: why
+    REDIRECT = 5  # of a replica that is not the primary: the index of the one that is, if it is known
 
 
 class Hello:
@@ -179,9 +183,9 @@ class Decoder:
         short message.
         """
         if len(self._buffer) < _HEAD.size:
-            return _LEAST_WANTED
+            return _MIN_WANTED
         _, size = _HEAD.unpack_from(self._buffer)
-        return min(most, max(_LEAST_WANTED, int(_HEAD.size + size - len(self._buffer))))
+        return min(most, max(_MIN_WANTED, int(_HEAD.size + size - len(self._buffer))))
 
     def feed(self, data: Buffer) -> None:
         """Add received bytes."""

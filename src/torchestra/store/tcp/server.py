@@ -6,7 +6,8 @@ polls, and sleeps in the selector until a byte arrives or the next deadline pass
 
 A client's mistake ends only its own connection. Strangers, that is connections that have not finished the
 handshake, cost little: the server reads 72 bytes from each, gives it :data:`HANDSHAKE_SECONDS` to finish, and
-holds at most :data:`MOST_STRANGERS`. When more arrive, the oldest is dropped if it has had a moment for the
+holds at most :data:`MAX_UNAUTHENTICATED`. When more arrive, the oldest is dropped if it has had a moment for
+the
 handshake (a real client that is dropped tries again); if not, newcomers wait in the kernel's queue. So floods
 and silent connections leave room for clients, and thousands of clients that connect at once are admitted one
 after the other, rather than drop each other. The log tells which clients are refused for good (another
@@ -25,7 +26,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -37,15 +38,15 @@ from torchestra.store.table import PendingPop, Table
 from torchestra.store.tcp.address import Address, listen, tune
 from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
-from torchestra.store.tcp.protocol import ProtocolError, RefusedError, Reply, encode
+from torchestra.store.tcp.protocol import INSTANCE_BYTES, ProtocolError, RefusedError, Reply, encode
 from torchestra.store.tcp.requests import Outcome, Waiting, answer
 from torchestra.system.forking import forget_in_children
 
 HANDSHAKE_SECONDS = 30.0
-MOST_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 _ACCEPTED_AT_ONCE = 64
 _MOMENT = 0.1
-_BREATH = 0.1
+_ACCEPT_PAUSE_SECONDS = 0.1
 _LONGEST_SLEEP = 3600.0
 
 _log = logging.getLogger(__name__)
@@ -85,12 +86,13 @@ class TCPStoreServer:
         else:
             self._listener = _taken_over(listen_fd, address, secured=self._secret is not None)
         self._address = Address(host, 0 if address.is_unix else int(self._listener.getsockname()[1]))
+        self._instance = os.urandom(INSTANCE_BYTES)
         self._table = Table()
         self._peers: set[Peer] = set()
-        self._strangers: dict[Peer, float] = {}  # and when they connected, the oldest first
+        self._unauthenticated: dict[Peer, float] = {}  # and when they connected, the oldest first
         self._deadlines: list[tuple[float, int, Peer]] = []
         self._counter = itertools.count()
-        self._woken: list[tuple[Peer, Outcome]] = []
+        self._woken: list[tuple[Peer, Outcome | Waiting]] = []
         self._resume_at: float | None = None
         self._closing = False
         self._refusals, self._shortages = RateLimitedWarnings(_log), RateLimitedWarnings(_log)
@@ -124,7 +126,9 @@ class TCPStoreServer:
     def linger(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` seconds until no client from another process is connected."""
         for _ in pauses(timeout_s):
-            if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
+            if self._closing or not any(
+                not (peer.own or peer.is_unauthenticated) for peer in list(self._peers)
+            ):
                 return
 
     def close(self) -> None:
@@ -161,7 +165,9 @@ class TCPStoreServer:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.data is not None:
-                        self._guarded(key.data, partial(self._attend, events=events))
+                        self._guarded(key.data, partial(self._serve_peer, events=events))
+                    else:
+                        self._wake_end.recv(64)
                 self._expire()
         except Exception:
             _log.exception("%r ends after an error of its own", self)
@@ -197,28 +203,33 @@ class TCPStoreServer:
             _log.exception("%r drops a connection after an error of its own", self)
             self._drop(peer)
 
-    def _attend(self, peer: Peer, events: int) -> None:
+    def _serve_peer(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             peer.flush()
         if events & selectors.EVENT_READ:
             peer.receive()
         while not peer.sending and peer.wait is None:
-            if peer.is_stranger:
+            if peer.is_unauthenticated:
                 if not peer.shake_hands():
                     return
-                if not peer.is_stranger:
-                    self._strangers.pop(peer, None)
+                if not peer.is_unauthenticated:
+                    self._unauthenticated.pop(peer, None)
                     peer.deadline = None
                     self._resume_soon()
                 continue
             message = peer.next_message()
             if message is None:
                 return
-            outcome = answer(self._table, *message, self._waking(peer))
+            outcome = self._carry_out(peer, *message)
             self._deliver_woken()
-            self._settle(peer, outcome)
+            if outcome is not None:
+                self._reply(peer, outcome)
 
-    def _settle(self, peer: Peer, outcome: Outcome | Waiting) -> None:
+    def _carry_out(self, peer: Peer, code: int, fields: Sequence[bytes]) -> Outcome | Waiting | None:
+        """Carry out a message of a client; None if it is to have no reply."""
+        return answer(self._table, code, fields, self._waking(peer))
+
+    def _reply(self, peer: Peer, outcome: Outcome | Waiting) -> None:
         if isinstance(outcome, Waiting):
             peer.wait = outcome.wait
             if peer.has_more:
@@ -248,7 +259,7 @@ class TCPStoreServer:
         """Answer the waits that a request has ended, before that request itself is answered."""
         woken, self._woken = self._woken, []
         for peer, outcome in woken:
-            self._guarded(peer, partial(self._settle, outcome=outcome))
+            self._guarded(peer, partial(self._reply, outcome=outcome))
 
     def _drop(self, peer: Peer) -> None:
         if peer.closed:
@@ -258,7 +269,7 @@ class TCPStoreServer:
         if peer.wait is not None:
             self._table.cancel(peer.wait)
         self._peers.discard(peer)
-        if self._strangers.pop(peer, None) is not None:
+        if self._unauthenticated.pop(peer, None) is not None:
             self._resume_soon()
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(peer.connection)
@@ -266,7 +277,7 @@ class TCPStoreServer:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
-            if len(self._strangers) >= MOST_STRANGERS and not self._dismiss_one():
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED and not self._dismiss_one():
                 return
             try:
                 connection, _ = self._listener.accept()
@@ -279,7 +290,7 @@ class TCPStoreServer:
 
     def _admit(self, connection: socket.socket) -> None:
         try:
-            peer = Peer(connection, self._secret, self._other_user(connection))
+            peer = Peer(connection, self._secret, self._other_user(connection), self._instance)
             connection.setblocking(False)
             tune(connection)
             self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -287,12 +298,12 @@ class TCPStoreServer:
             connection.close()
             return
         self._peers.add(peer)
-        self._strangers[peer] = now = time.monotonic()
+        self._unauthenticated[peer] = now = time.monotonic()
         self._set_deadline(peer, now + HANDSHAKE_SECONDS)
 
     def _dismiss_one(self) -> bool:
-        """Drop the oldest stranger if it has had its moment; else accept nobody until it has."""
-        oldest, came = next(iter(self._strangers.items()))
+        """Drop the oldest unauthenticated connection if it has had its moment; else accept none."""
+        oldest, came = next(iter(self._unauthenticated.items()))
         if time.monotonic() - came < _MOMENT:
             self._pause(came + _MOMENT)
             return False
@@ -318,13 +329,13 @@ class TCPStoreServer:
 
     def _make_room(self, error: OSError) -> None:
         """Make room when no descriptors are left: drop strangers; if there are none, let newcomers wait."""
-        if self._strangers:
-            for peer in list(self._strangers):
+        if self._unauthenticated:
+            for peer in list(self._unauthenticated):
                 self._drop(peer)
             return
         if error.errno in (errno.EMFILE, errno.ENFILE):
             self._shortages.warn("%r is out of file descriptors; raise `ulimit -n` where it runs", self)
-        self._pause(time.monotonic() + _BREATH)
+        self._pause(time.monotonic() + _ACCEPT_PAUSE_SECONDS)
 
     def _set_deadline(self, peer: Peer, deadline: float) -> None:
         peer.deadline = deadline
@@ -359,7 +370,7 @@ class TCPStoreServer:
         assert wait is not None
         missing = [wait.key] if isinstance(wait, PendingPop) else sorted(wait.missing)
         self._table.cancel(wait)
-        self._settle(peer, (Reply.MISSING, [key.encode() for key in missing]))
+        self._reply(peer, (Reply.MISSING, [key.encode() for key in missing]))
 
 
 def _taken_over(descriptor: int, address: Address, *, secured: bool) -> socket.socket:

@@ -10,7 +10,7 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.server import TCPStoreServer
 
-_FAREWELL_SECONDS = 3.0
+_CLOSE_SECONDS = 3.0
 
 _lock = threading.RLock()
 _shared: dict[Address, tuple[TCPStoreServer, set[int]]] = {}
@@ -92,7 +92,7 @@ def keep_server(host: str, port: int, secret: bytes | None) -> int:
             address = Address(host, kept.server.port)
             _kept[address] = kept
             # Unlike atexit, this is also called at the end of a multiprocessing child.
-            multiprocessing.util.Finalize(None, _see_off, (address,), exitpriority=1)
+            multiprocessing.util.Finalize(None, _linger, (address,), exitpriority=1)
     return kept.server.port
 
 
@@ -102,8 +102,8 @@ def serves(port: int) -> bool:
         return any(server.port == port and not server.closed for server, _ in _shared.values())
 
 
-def _see_off(address: Address) -> None:
+def _linger(address: Address) -> None:
     failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
     kept = _kept.get(address)
     if kept is not None and not failed:
-        kept.server.linger(_FAREWELL_SECONDS)
+        kept.server.linger(_CLOSE_SECONDS)

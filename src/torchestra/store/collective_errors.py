@@ -20,7 +20,9 @@ _COUNT_SECONDS, _WAIT_SECONDS = 1.0, 5.0
 
 
 @contextlib.contextmanager
-def raising_together(store: Store, key: str, size: int, kind: type[DistError] = DistError) -> Iterator[None]:
+def raise_on_all_ranks(
+    store: Store, key: str, size: int, kind: type[DistError] = DistError
+) -> Iterator[None]:
     """Let all ranks learn why the block fails before the process that serves the store may end.
 
     In the process that serves the store, an error of ``kind`` leaves the block when all ranks have one, or

@@ -1,0 +1,65 @@
+"""The move of a world's store, when the ranks have met, to replicas that some of the ranks serve.
+
+Ranks meet at the store of a master, and their store would end with it. If TORCHESTRA_STORE_REPLICAS asks for
+n replicas (on all ranks alike), n ranks at equal distances serve them, which are on n hosts where the hosts
+have equally many ranks, numbered host by host. Each writes its address into the store at which they have met;
+when all addresses are there, all ranks go on with the replicated store, and need the first one no more.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.store import PrefixStore, ReplicatedStore, Store, StoreReplica
+from torchestra.store.tcp.address import Address, listen
+from torchestra.transport.addresses import own_address
+
+REPLICAS_VARIABLE = "TORCHESTRA_STORE_REPLICAS"
+
+_served: list[StoreReplica] = []  # until the process ends: other ranks may need them longer than this one
+
+
+def replicas_wanted(store: Store, world_size: int) -> int | None:
+    """Return how many replicas the environment asks for; None if for none, or the store is on some already.
+
+    Raises:
+        InvalidArgumentError: it is no number from 1 to ``world_size``.
+    """
+    wanted = os.environ.get(REPLICAS_VARIABLE)
+    if not wanted or isinstance(store, ReplicatedStore):
+        return None
+    if not wanted.isdecimal() or not 1 <= int(wanted) <= world_size:
+        raise InvalidArgumentError(
+            f"environment variable {REPLICAS_VARIABLE} must be a number of ranks from 1 to {world_size}, the"
+            f" world size, got {wanted!r}"
+        )
+    return int(wanted)
+
+
+def moved_to_replicas(store: Store, rank: int, world_size: int, count: int, timeout_s: float) -> Store:
+    """Return a store, empty at first, on replicas that ``count`` ranks serve. Must be called by every rank.
+
+    Args:
+        store: which only the ranks of this world use.
+        timeout_s: how long to wait for the others, and the new store's time-out.
+
+    Raises:
+        StoreTimeoutError: not all that are to serve came in time.
+        DistNetworkError: a rank cannot reach a majority of the replicas.
+    """
+    meeting = PrefixStore("replicas", store)
+    secret = store.secret
+    servers = [index * world_size // count for index in range(count)]
+    keys = [f"address/{index}" for index in range(count)]
+    listener = None
+    if rank in servers:
+        host = "127.0.0.1" if secret is None else own_address(store)
+        listener = listen(Address(host, 0), secured=secret is not None)
+        port = listener.getsockname()[1]
+        meeting.set(keys[servers.index(rank)], str(Address(host, port)))
+    addresses = [text.decode() for text in meeting.await_values(keys, timeout_s)]
+    if listener is not None:
+        index = servers.index(rank)
+        _served.append(StoreReplica(index, addresses, secret=secret, listen_fd=listener.detach()))
+    return ReplicatedStore(addresses, timeout_s, secret=secret)

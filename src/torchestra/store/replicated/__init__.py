@@ -1,0 +1,8 @@
+"""A store on several replicas that agree by Viewstamped Replication."""
+
+from __future__ import annotations
+
+from torchestra.store.replicated.client import ReplicatedStore
+from torchestra.store.replicated.server import StoreReplica
+
+__all__ = ["ReplicatedStore", "StoreReplica"]

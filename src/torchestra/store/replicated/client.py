@@ -1,0 +1,106 @@
+"""A store whose contents are on several replicas, and outlive the loss of a minority of them."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Sequence
+
+from torchestra.arguments.annotations import checked_methods
+from torchestra.errors import QueueEmptyError, StoreTimeoutError
+from torchestra.store.base import DEFAULT_STORE_TIMEOUT, Store, interruptible_sleep, missing_keys_error
+from torchestra.store.replicated.server import parse_addresses
+from torchestra.store.replicated.sessions import SessionPool
+from torchestra.store.secret import Secret, job_secret
+from torchestra.store.tcp.client_store import ClientStore
+from torchestra.store.tcp.protocol import Request
+from torchestra.types import Timeout
+
+_BESIDE_A_VALUE_S = 0.02
+
+
+@checked_methods
+class ReplicatedStore(ClientStore):
+    """A store that goes on when processes that serve it are lost, as long as a majority of them is left.
+
+    The replicas are :class:`~torchestra.store.StoreReplica` objects in other processes, or in this one, which
+    agree by Viewstamped Replication (Liskov and Cowling 2012). With three, one may be lost; with five, two;
+    with one or two, none. A change is answered when a majority of them has it, and is made exactly once,
+    though it may have to be asked for again; reads go the same way, and see all that was answered before
+    (they are linearizable). A wait survives the loss of the replica at which it waits.
+
+    Operations end at their deadline, as those of a :class:`TCPStore` do, and react to Ctrl-C at once. The
+    store holds one gigabyte at most in all. Those who wait in :meth:`queue_pop` are served in no particular
+    order.
+
+    Args:
+        addresses: where the replicas listen, by index, each as ``host:port``; the same for all clients.
+        timeout: for reaching a majority of them, and for all later waits; a timedelta or seconds.
+        secret: all sides prove that they know it; the environment variable TORCHESTRA_SECRET if None. Without
+            one, the replicas must be on this host and of this user.
+
+    Raises:
+        DistNetworkError: there is no majority, here within ``timeout``, later for 15 seconds; it names the
+            replicas that are out of reach. Or the secrets differ. A change that fails so may have been made.
+        InvalidArgumentError: an address is not ``host:port``, or twice there.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        timeout: Timeout = DEFAULT_STORE_TIMEOUT,
+        *,
+        secret: Secret = None,
+    ) -> None:
+        self.set_timeout(timeout)
+        self._secret = job_secret(secret)
+        self._addresses = parse_addresses(addresses)
+        self._begin()
+        try:
+            self._pool.request(Request.CHECK, [], 0.0, self.timeout.total_seconds())
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        self._pool = SessionPool(self._addresses, self._secret, repr(self))
+        self._finalizer = weakref.finalize(self, self._pool.close)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return where the replicas listen, by index."""
+        return tuple(map(str, self._addresses))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        timeout_s = self._seconds(None)
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                return super().queue_pop(key, block=False)
+            except QueueEmptyError:
+                if not block:
+                    raise
+            try:
+                self.wait([key], max(0.0, until - time.monotonic()))
+            except StoreTimeoutError:
+                raise missing_keys_error(self, [key], timeout_s) from None
+            if time.monotonic() > until:
+                raise missing_keys_error(self, [key], timeout_s)
+            if self.queue_len(key) == 0:  # another was quicker, or a value of that name ended the wait
+                interruptible_sleep(_BESIDE_A_VALUE_S)
+
+    def clone(self) -> Store:
+        """Return a client of the same replicas, with its own time-out and connections."""
+        clone = copy.copy(self)
+        clone._begin()
+        return clone
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        return f"ReplicatedStore({', '.join(self.addresses)})"
+
+    def _exchange(self, request: Request, fields: list[bytes], timeout_s: float) -> tuple[int, list[bytes]]:
+        return self._pool.request(request, fields, timeout_s)
