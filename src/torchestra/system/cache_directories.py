@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NATIVE = Path(__file__).parents[1] / "engine" / "native"
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Directory(NamedTuple):
-    """A place for compiled kernels.
+    """A directory for compiled kernels.
 
     Attributes:
-        why: the setting or the place that it comes from, for messages.
+        why: the setting or the location that it comes from, for messages.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class Directory(NamedTuple):
 
 
 def candidates() -> Iterator[Directory]:
-    """Yield the places to try, best first; each is for this installation only."""
+    """Yield the directories to try, best first; each is for this installation only."""
     own = f"native_{hashlib.sha256(str(_NATIVE).encode()).hexdigest()[:16]}"
     if directory := os.environ.get("TORCHESTRA_CACHE_DIR"):
         yield Directory(Path(directory).absolute() / own, "TORCHESTRA_CACHE_DIR")
@@ -56,7 +56,7 @@ def _own_name() -> str:
 
 
 def choose() -> tuple[Directory | None, list[str]]:
-    """Return the first usable place, made if missing, and why those before it cannot be used."""
+    """Return the first usable directory, made if missing, and why those before it cannot be used."""
     refused: list[str] = []
     for candidate in candidates():
         if not (reason := prepare(candidate.folder)):
@@ -69,7 +69,7 @@ def prepare(folder: Path) -> str:
     """Make a directory, for this user alone, if missing; return why it cannot be used, or an empty text."""
     try:
         missing_ones = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
-        if missing_ones and (reason := distrust(missing_ones[-1].parent, on_the_way=True)):
+        if missing_ones and (reason := distrust(missing_ones[-1].parent, is_parent=True)):
             return reason
         for missing in reversed(missing_ones):
             with contextlib.suppress(FileExistsError):  # another rank is quicker
@@ -82,11 +82,11 @@ def prepare(folder: Path) -> str:
     return ""
 
 
-def distrust(folder: Path, *, on_the_way: bool = False) -> str:
+def distrust(folder: Path, *, is_parent: bool = False) -> str:
     """Return why others could put files into a directory, or replace it; an empty text if they cannot.
 
     Args:
-        on_the_way: the directory is only a parent of the one to use.
+        is_parent: the directory is only a parent of the one to use.
 
     Raises:
         OSError: it does not exist, or this process may not inspect it.
@@ -99,13 +99,13 @@ def distrust(folder: Path, *, on_the_way: bool = False) -> str:
             if not _is_ours(status.st_uid):
                 return f"{here} is a link that belongs to user {status.st_uid}"
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 return f"{here} is a link to itself"
             target = Path(os.readlink(here))
             here, rest = (Path("/") if target.is_absolute() else here.parent), [*_parts(target), *rest]
         elif not stat.S_ISDIR(status.st_mode):
             return f"{here} is no directory"
-        elif reason := _distrusted(here, status, is_last=not rest and not on_the_way):
+        elif reason := _distrusted(here, status, is_last=not rest and not is_parent):
             return reason
         if not rest:
             return ""

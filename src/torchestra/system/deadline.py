@@ -28,18 +28,18 @@ class RunningClock:
         longest_step_s: how much may count from one look to the next.
     """
 
-    __slots__ = ("_counted", "_longest_step_s", "_looked")
+    __slots__ = ("_counted", "_last_read", "_longest_step_s")
 
     def __init__(self, longest_step_s: float = _LONGEST_STEP_S) -> None:
         self._longest_step_s = longest_step_s
-        self._looked = time.monotonic()
+        self._last_read = time.monotonic()
         self._counted = 0.0
 
     def elapsed(self) -> float:
         """Look at the clock, and return the seconds counted since it was made."""
         now = time.monotonic()
-        self._counted += min(now - self._looked, self._longest_step_s)
-        self._looked = now
+        self._counted += min(now - self._last_read, self._longest_step_s)
+        self._last_read = now
         return self._counted
 
 

@@ -46,6 +46,14 @@ def make_memory_file(name: str) -> int:
     return descriptor
 
 
+def no_room(what: str) -> DistBackendError:
+    """Return the error for a file of :func:`make_memory_file` in /dev/shm that cannot hold something."""
+    return DistBackendError(
+        f"{SHARED_MEMORY}, which is used because this system has no memfd_create, has no room for {what};"
+        " make it larger (docker run --shm-size)"
+    )
+
+
 def is_sealed(descriptor: int, seals: int) -> bool:
     """Return whether a file has these seals; False for kinds of files that have none."""
     try:

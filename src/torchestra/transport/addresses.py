@@ -23,7 +23,8 @@ def own_address(store: Store) -> str:
     """Return an address at which others that share the store can reach this host.
 
     It belongs to the interface that GLOO_SOCKET_IFNAME names; else to the one that leads to the store's
-    server; else to the one of the default route. It is loopback where there is no other.
+    server, or to one of its replicas; else to the one of the default route. It is loopback where there is no
+    other.
 
     Raises:
         InvalidArgumentError: there is no interface of that name here, or it has no IPv4 address.
@@ -38,7 +39,9 @@ def own_address(store: Store) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     store = getattr(store, "torch_store", store)
-    for target in (getattr(store, "host", "") or os.environ.get("MASTER_ADDR", ""), _ELSEWHERE):
+    replicas = [each.rpartition(":")[0].strip("[]") for each in getattr(store, "addresses", ())]
+    master = getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
+    for target in (*replicas, master, _ELSEWHERE):
         address = _address_towards(target)
         if address is not None:
             return address

@@ -20,6 +20,7 @@ from zmq.utils import z85
 
 from torchestra.errors import DistNetworkError
 from torchestra.store.secret import SECRET_ADVICE
+from torchestra.store.unreadable import reading
 from torchestra.system.authentication import PROOF_BYTES, is_proof, proof
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -54,6 +55,7 @@ def read_endpoint(text: bytes, secret: bytes, store_key: str, owner: str) -> End
 
     Raises:
         DistNetworkError: whoever wrote it does not know the secret.
+        DistStoreError: it is no record all the same.
     """
     content = text[PROOF_BYTES:]
     if not is_proof(text[:PROOF_BYTES], secret, _PURPOSE, store_key.encode(), content):
@@ -61,7 +63,10 @@ def read_endpoint(text: bytes, secret: bytes, store_key: str, owner: str) -> End
             f"what the store says of the address of {owner} was written by somebody who does not know this"
             f" job's secret, and is not trusted; {SECRET_ADVICE}"
         )
-    return EndpointRecord(content[_KEY_BYTES:].decode(), z85.encode(content[:_KEY_BYTES]))
+    with reading(f"the address of {owner}"):
+        if len(content) <= _KEY_BYTES:
+            raise ValueError(f"{len(content)} bytes are no key and address")
+        return EndpointRecord(content[_KEY_BYTES:].decode("ascii"), z85.encode(content[:_KEY_BYTES]))
 
 
 class ZapAuthenticator:

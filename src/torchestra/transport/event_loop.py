@@ -26,29 +26,22 @@ from typing import Any
 import zmq
 
 from torchestra.system.try_lock import TryLock
+from torchestra.transport.control_frames import ASK_TO_CONFIRM, CONTROL_BYTES, GOODBYE
 from torchestra.transport.endpoint import EndpointRecord, ZapAuthenticator
 from torchestra.transport.framing import whole_text
 from torchestra.transport.inbox import Inbox
 from torchestra.transport.listener import Listener
 from torchestra.transport.message import Message
-from torchestra.transport.pair import (
-    ASK_TO_CONFIRM,
-    CONFIRM,
-    CONTROL_BYTES,
-    GOODBYE,
-    HELLO,
-    WELCOME,
-    PairConnection,
-)
+from torchestra.transport.pair import PairConnection
 from torchestra.transport.sockets import incoming_socket, outgoing_socket
 
 TICK, _IDLE_TICK = 0.05, 0.2
 _MEETING_TICK = 0.002
 _LONGEST_TICK = 0.5
-_AGAIN_SECONDS = 0.25
+_RETRY_SECONDS = 0.25
 LINGER_SECONDS = 2.0
 _FRAMES_AT_ONCE = 256
-_MOST_EXPECTED_AT_ONCE = 64
+_MAX_EXPECTED_AT_ONCE = 64
 """How many ranks that may connect at any time can be in their handshakes at once, besides strangers."""
 
 _log = logging.getLogger(__name__)
@@ -68,6 +61,7 @@ class EventLoop:
 
     Args:
         handlers: the functions that the thread calls.
+        grows: see :class:`~torchestra.transport.transport.Transport`.
 
     Attributes:
         peers: the connections by rank, made or not; replaced as a whole, as other threads iterate over it.
@@ -87,8 +81,11 @@ class EventLoop:
         heartbeat: float | None,
         grace: float,
         handlers: Handlers,
+        *,
+        grows: bool = False,
     ) -> None:
         self._name = name
+        self._grows = grows
         self._heartbeat, self._grace, self._handlers = heartbeat, grace, handlers
         self._endpoints: dict[int, EndpointRecord] = {}
         self.peers: dict[int, PairConnection] = {}
@@ -96,19 +93,19 @@ class EventLoop:
         self.unsent: deque[PairConnection] = deque()
         self._reported_lost: set[int] = set()
         self._clock = 0.0
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         self.closing = False
         self._released = False
-        self._roused = False
+        self._wake_pending = False
         # Nothing may be written to a closed descriptor; and a finaliser may interrupt a caller in here.
-        self._gate = threading.RLock()
+        self._lock = threading.RLock()
         self.linger_s = LINGER_SECONDS
         self._thread: threading.Thread | None = None
         self._listener: Listener | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._receiving = TryLock()
-        self._is_in_want = False  # the thread could not receive, as another one did
+        self._missed_input = False  # the thread could not receive, as another one did
         try:
             self._context.set(zmq.MAX_SOCKETS, 65536)
             self._public, self._private = zmq.curve_keypair()
@@ -129,7 +126,7 @@ class EventLoop:
 
     def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool) -> bool:
         """Admit ranks, and start the thread; return False if the loop has been closed."""
-        with self._gate:
+        with self._lock:
             if self.closing:
                 return False
             new = {rank: each for rank, each in endpoints.items() if rank not in self._endpoints}
@@ -147,15 +144,23 @@ class EventLoop:
         self.wake()
         return True
 
+    def forget(self, rank: int, how: str) -> None:
+        """Admit a rank no more, and take nothing that still comes from it."""
+        with self._lock:
+            peer = self.peer(rank)
+            peer.end_reason = peer.end_reason or how
+            self._endpoints.pop(rank, None)
+            self.authenticator.ranks = {each.key: rank for rank, each in self._endpoints.items()}
+        self.wake()
+
     def peer(self, rank: int) -> PairConnection:
         """Return the connection to a rank, which may not be made yet."""
-        peer = self.peers.get(rank)
-        if peer is None:
-            with self._gate:
-                peer = self.peers.get(rank)
-                if peer is None:
+        if (peer := self.peers.get(rank)) is None:
+            with self._lock:
+                if (peer := self.peers.get(rank)) is None:
                     reconnects = self._handlers.broken is not None
-                    peer = PairConnection(rank, self._endpoints[rank], reconnects=reconnects)
+                    again_for = self._heartbeat if self._grows else None
+                    peer = PairConnection(rank, self._endpoints[rank], reconnects, again_for)
                     self.peers = {**self.peers, rank: peer}
         return peer
 
@@ -180,7 +185,7 @@ class EventLoop:
         claim, lock, is_left = object(), self._receiving, True
         deadline = time.monotonic() + timeout_s
         try:
-            if self._is_in_want or self.closing or not lock.take(claim):
+            if self._missed_input or self.closing or not lock.take(claim):
                 is_left = False
                 return False
             self._arrivals.modify(self._descriptor, 0)
@@ -211,7 +216,7 @@ class EventLoop:
         inbox = self._inbox
         frame = inbox.frame
         peer, accepted = self._senders.get(inbox.sender, (None, 0))
-        if peer is None or peer.how or accepted != peer.accepted or peer.assembler.under_way:
+        if peer is None or peer.end_reason or accepted != peer.accepted or peer.assembler.under_way:
             return False
         message = whole_text(frame)
         if message is None or message.sequence <= peer.received:
@@ -221,28 +226,28 @@ class EventLoop:
         peer.received_at = self._clock
         peer.note_received(message.sequence, len(message.text))
         inbox.release()
-        if peer.has_mail:
+        if peer.has_output:
             self.unsent.append(peer)
             self.wake()
         return True
 
     def ask_to_confirm(self, peer: PairConnection) -> None:
         """Ask a rank to confirm now which messages it has received."""
-        if peer.settled:
-            peer.say(ASK_TO_CONFIRM)
+        if peer.hello_acked:
+            peer.queue_control(ASK_TO_CONFIRM)
             self.unsent.append(peer)
             self.wake()
 
     def lost(self) -> dict[int, str]:
         """Return how each rank ended that is gone, and all of whose messages have come."""
-        return {rank: peer.how for rank, peer in self.peers.items() if peer.how}
+        return {rank: peer.end_reason for rank, peer in self.peers.items() if peer.end_reason}
 
     def wake(self) -> None:
         """Make the thread look for work."""
-        if not self._roused:
-            with self._gate:
+        if not self._wake_pending:
+            with self._lock:
                 if not self._released:
-                    self._roused = True
+                    self._wake_pending = True
                     os.eventfd_write(self._wake, 1)
 
     def close(self, linger_s: float, wait: float) -> None:
@@ -250,7 +255,7 @@ class EventLoop:
         if self._released:
             return
         self.linger_s = linger_s
-        with self._gate:
+        with self._lock:
             self.closing = True
             if self._thread is None:
                 self._release()
@@ -262,9 +267,11 @@ class EventLoop:
     def _expected(self) -> int:
         """Return how many ranks may still connect now; at least one if any may reconnect."""
         peers = self.peers.values()
-        now = sum(peer.wanted and not (peer.greeted or peer.how) for peer in peers)
-        later = len(self._endpoints) - now - sum(bool(peer.greeted or peer.how) for peer in peers)
-        return max(self._handlers.broken is not None, now + min(later, _MOST_EXPECTED_AT_ONCE))
+        now = sum(peer.wanted and not (peer.hello_received or peer.end_reason) for peer in peers)
+        later = (
+            len(self._endpoints) - now - sum(bool(peer.hello_received or peer.end_reason) for peer in peers)
+        )
+        return max(self._grows or self._handlers.broken is not None, now + min(later, _MAX_EXPECTED_AT_ONCE))
 
     # -- the thread
 
@@ -275,8 +282,10 @@ class EventLoop:
         except BaseException as error:
             _log.exception("the connections of %s end after an error", self._name)
             for peer in self.peers.values():
-                peer.how = peer.how or f"cannot be reached any more ({type(error).__name__}: {error})"
-            self._tell_lost()
+                peer.end_reason = (
+                    peer.end_reason or f"cannot be reached any more ({type(error).__name__}: {error})"
+                )
+            self._report_lost()
         finally:
             self.closing = True
             self._release()
@@ -289,7 +298,7 @@ class EventLoop:
         for source in (self._wake, arrivals, self.authenticator.socket, listener.monitor):
             poller.register(source, zmq.POLLIN)
         blocked: dict[Any, PairConnection] = {}  # by socket
-        next_look, is_more = 0.0, True
+        next_check, is_more = 0.0, True
         while not self.closing:
             meeting = any(peer.is_meeting for peer in self.peers.values())
             watches = self._heartbeat is not None or any(peer.is_ending for peer in self.peers.values())
@@ -297,26 +306,26 @@ class EventLoop:
             pause = 0.0 if is_more else _MEETING_TICK if meeting else tick
             ready = dict(poller.poll(round(1000 * pause)))
             # Even if nothing woke the thread: an interrupted caller may have set this without a wake-up.
-            self._roused = False
+            self._wake_pending = False
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             is_more, gone = self._receive(listener)
             if gone:
-                next_look = 0.0
+                next_check = 0.0
             for peer in self._to_flush(ready, blocked, meeting=meeting):
                 self._flush(peer, poller, blocked)
             if self.authenticator.socket in ready:
                 self.authenticator.answer()
-            is_time = meeting or time.monotonic() >= next_look
+            is_time = meeting or time.monotonic() >= next_check
             if is_time or listener.monitor in ready:
-                self._look_at_port(poller, listener)
+                self._check_port(poller, listener)
             if is_time:
-                self._look(poller, blocked)
-                next_look = time.monotonic() + tick
+                self._check_peers(poller, blocked)
+                next_check = time.monotonic() + tick
 
-    def _look_at_port(self, poller: zmq.Poller, listener: Listener) -> None:
+    def _check_port(self, poller: zmq.Poller, listener: Listener) -> None:
         if not listener.is_shut:
-            listener.look(self._expected())
+            listener.check(self._expected())
             if listener.is_shut:
                 poller.unregister(listener.monitor)
 
@@ -330,12 +339,13 @@ class EventLoop:
             if not peer.blocked or peer.socket not in blocked:
                 peers.add(peer)
         if meeting:
-            peers.update(peer for peer in self.peers.values() if peer.has_mail and peer.socket not in blocked)
+            there = self.peers.values()
+            peers.update(peer for peer in there if peer.has_output and peer.socket not in blocked)
         return peers
 
     def _flush(self, peer: PairConnection, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
         """Send what ZeroMQ takes; poll a connection for room only while it has none."""
-        if peer.how:
+        if peer.end_reason:
             return
         if peer.is_wanted:
             self._connect(peer)
@@ -358,41 +368,39 @@ class EventLoop:
         try:
             action(*args)
         except ValueError as error:
-            peer.how = f"speaks another language than this rank ({error}): the versions differ"
+            peer.end_reason = f"speaks another version of the protocol than this rank ({error})"
         except Exception as error:
             _log.exception("the connection of %s to rank %d ends after an error", self._name, peer.rank)
-            peer.how = f"cannot be reached any more ({type(error).__name__}: {error})"
+            peer.end_reason = f"cannot be reached any more ({type(error).__name__}: {error})"
 
     def _receive(self, listener: Listener) -> tuple[bool, bool]:
         """Handle the frames that came; return whether there may be more, and whether one ended a rank."""
         gone, claim = False, object()
-        if self._receiving.take(claim):
-            self._is_in_want = False
-        else:
-            self._is_in_want = True
+        self._missed_input = not self._receiving.take(claim)
+        if self._missed_input:
             return False, False
         try:
             self._arrivals.modify(self._descriptor, select.EPOLLIN)  # an interrupted caller may not have
             for _ in range(_FRAMES_AT_ONCE):
                 if not self._inbox.receive():
                     return False, gone
-                gone |= self._hand_on(listener)
+                gone |= self._handle_frame(listener)
                 self._inbox.release()
         finally:
             del self._receiving.holder
         return True, gone
 
-    def _hand_on(self, listener: Listener) -> bool:
+    def _handle_frame(self, listener: Listener) -> bool:
         """Handle a frame; return whether its sender is gone after it."""
         peer, accepted = self._sender(self._inbox.sender)
-        if peer.how or accepted < peer.accepted:
+        if peer.end_reason or accepted < peer.accepted:
             return False
         peer.received_at = self._clock
         if accepted > peer.accepted:
             listener.prove(self._inbox.descriptor)
             peer.accept(accepted)
-        self._guarded(peer, self._hear, peer, self._inbox.frame)
-        return bool(peer.how)
+        self._guarded(peer, self._handle_data, peer, self._inbox.frame)
+        return bool(peer.end_reason)
 
     def _sender(self, user: str) -> tuple[PairConnection, int]:
         """Return the connection that a frame came over, and its number, as the authenticator named it."""
@@ -402,59 +410,45 @@ class EventLoop:
             sender = self._senders[user] = self.peer(int(rank)), int(accepted)
         return sender
 
-    def _hear(self, peer: PairConnection, frame: memoryview) -> None:
+    def _handle_data(self, peer: PairConnection, frame: memoryview) -> None:
         if not peer.assembler.under_way and len(frame) <= CONTROL_BYTES:
-            self._hear_control(peer, bytes(frame))
+            if peer.handle_control(bytes(frame)):
+                self.unsent.append(peer)
             return
         message = peer.assembler.feed(frame)
         if message is not None:
             if peer.note_received(peer.assembler.sequence, len(message.text)):
                 self._handlers.arrived(message)
-            if peer.has_mail:
+            if peer.has_output:
                 self.unsent.append(peer)
 
-    def _hear_control(self, peer: PairConnection, control: bytes) -> None:
-        if control == HELLO:
-            peer.greeted = True
-            peer.say(WELCOME)
-        elif control == WELCOME:
-            peer.settled = True
-        elif control == GOODBYE:
-            peer.how = "has shut down"
-        elif control == ASK_TO_CONFIRM:
-            peer.confirm()
-        elif control.startswith(CONFIRM) and len(control) == CONTROL_BYTES:
-            peer.note_confirmed(int.from_bytes(control[len(CONFIRM) :], "little"))
-            return
-        self.unsent.append(peer)
-
-    def _look(self, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
+    def _check_peers(self, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
         now = time.monotonic()
-        self._clock += min(_LONGEST_TICK, now - self._looked)
-        self._looked = now
+        self._clock += min(_LONGEST_TICK, now - self._last_check)
+        self._last_check = now
         for peer in self.peers.values():
             if peer.is_wanted:
                 self._connect(peer)
             if peer.socket is None:
                 continue
-            self._guarded(peer, peer.look, self._clock, self._heartbeat, self._grace)
-            if peer.broken and not peer.how and self._handlers.broken is not None:
+            self._guarded(peer, peer.check, self._clock, self._heartbeat, self._grace)
+            if peer.broken and not peer.end_reason and self._handlers.broken is not None:
                 how = peer.broken
                 self._guarded(peer, peer.break_off)
                 self._handlers.broken(peer.rank, how)
-            again = bool(peer.refused) and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up
-            if (peer.how or again) and peer.socket in blocked:
+            again = bool(peer.refused) and now - peer.began > _RETRY_SECONDS and not peer.is_given_up
+            if (peer.end_reason or again) and peer.socket in blocked:
                 poller.unregister(peer.socket)
                 del blocked[peer.socket]
-            if peer.how:
+            if peer.end_reason:
                 peer.close(linger=0)
             elif again:
                 self._connect(peer)
             elif peer.joined and self._heartbeat and self._clock - peer.sent_at > self._heartbeat / 4:
                 peer.show_life(self._clock)
-        self._tell_lost()
+        self._report_lost()
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         for rank, how in self.lost().items():
             if rank not in self._reported_lost:
                 self._reported_lost.add(rank)
@@ -462,13 +456,13 @@ class EventLoop:
 
     def _say_goodbye(self) -> None:
         """Send the remaining messages and a goodbye to all ranks that take them."""
-        there = [peer for peer in self.peers.values() if peer.settled and not peer.how]
+        there = [peer for peer in self.peers.values() if peer.hello_acked and not peer.end_reason]
         for peer in there:
-            peer.say(GOODBYE)
+            peer.queue_control(GOODBYE)
         deadline = time.monotonic() + self.linger_s
-        while any(peer.has_mail and not peer.how for peer in there):
+        while any(peer.has_output and not peer.end_reason for peer in there):
             for peer in there:
-                if not peer.how:
+                if not peer.end_reason:
                     self._guarded(peer, peer.flush, self._clock)
             if time.monotonic() > deadline:
                 break
@@ -483,6 +477,6 @@ class EventLoop:
         if self._listener is not None:
             self._listener.close()
         self._context.destroy()
-        with self._gate:
+        with self._lock:
             self._released = True
             os.close(self._wake)

@@ -161,10 +161,10 @@ class MessageAssembler:
 
     def _begin(self, frame: memoryview) -> None:
         if len(frame) < _HEAD.size:
-            raise ValueError("a frame that is no beginning of a message")
+            raise ValueError("a frame that does not begin a message")
         self._kind, self._tag, self._count, length, self.sequence = _HEAD.unpack_from(frame)
         if self._count * _LENGTH.size > length:
-            raise ValueError("a first frame that says less than it tells of")
+            raise ValueError("a first frame too short for the lengths that it announces")
         self._begun = True
         rest = frame[_HEAD.size :]
         if len(rest) == length:
@@ -173,7 +173,7 @@ class MessageAssembler:
             self._front = np.empty(length, dtype=np.uint8)
             self._targets.append((self._front.ctypes.data, length))
         else:
-            raise ValueError("a first frame of another length than it says")
+            raise ValueError("a first frame whose length is not the one that it states")
 
     def _open(self, front: memoryview) -> None:
         """Allocate the storages whose lengths the front gives."""
@@ -202,7 +202,7 @@ class MessageAssembler:
         address, room = self._targets.pop()
         length = len(piece)
         if length > room or not length:
-            raise ValueError("a piece that is longer than what it belongs to")
+            raise ValueError("an empty piece, or one longer than the memory it is for")
         if address:
             ctypes.memmove(address, np.frombuffer(piece, dtype=np.uint8).ctypes.data, length)
         if length < room:

@@ -34,7 +34,7 @@ from torchestra.store.rate_limited import RateLimitedWarnings
 
 HANDSHAKE_SECONDS = 3
 """How long a connection has to prove its key."""
-MOST_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 TOLD_IN_ADVANCE = 1001
 """Events that ZeroMQ keeps until the listener reads them: its own end of the monitor has room for 1,000."""
 
@@ -100,7 +100,7 @@ class Listener:
         self._unproved.discard(descriptor)
         self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
 
-    def look(self, expected: int) -> None:
+    def check(self, expected: int) -> None:
         """Read the events, shut some strangers' connections down if they are too many, and the port in time.
 
         Args:
@@ -144,7 +144,7 @@ class Listener:
                 break
             if event == zmq.EVENT_ACCEPTED:
                 self._unproved.add(value)
-                if len(self._unproved) > MOST_STRANGERS + self._expected:
+                if len(self._unproved) > MAX_UNAUTHENTICATED + self._expected:
                     self._end(random.choice(tuple(self._unproved)))
             elif event == zmq.EVENT_DISCONNECTED:
                 self._unproved.discard(value)

@@ -20,25 +20,18 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from torchestra.transport import control_frames
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.framing import FRONT_BYTES, MessageAssembler, frames, text_frames
 from torchestra.transport.message import Sending
 
-ALIVE = b""
-GOODBYE = b"\0"
-HELLO = b"\0\0"  # the first frame of every connection
-WELCOME = b"\0\0\0"  # has heard our hello
-CONFIRM = b"\0\0\0\0"  # and the number of the last message that has come
-ASK_TO_CONFIRM = b"\0\0\0\0\0"
-CONTROL_BYTES = 12  # at most; the first frame of any message is longer
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
-_CONTROLS = (HELLO, WELCOME, ASK_TO_CONFIRM)
-_MOST_QUEUED = 1 << 26  # bytes
+_MAX_QUEUED = 1 << 26  # bytes
 _CONFIRM_MESSAGES, _CONFIRM_BYTES = 64, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 _LONGEST_END = 1.0
-AGAIN_FOR_SECONDS = 10.0  # a rank that is refused tries again for so long
+RETRY_SECONDS = 10.0  # a rank that is refused tries again for so long
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is another program",
@@ -46,7 +39,7 @@ _FAILED = {
     zmq.EVENT_CLOSED: "nobody listens there",
     zmq.EVENT_DISCONNECTED: "it ended the connection",
 }
-_TURNED_AWAY = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
+_HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
 _BROKEN = "died (its connection has ended)"
 
@@ -117,16 +110,22 @@ class PairConnection:
 
     Times are by the clock of that thread, which stands still while the process does.
 
+    Args:
+        reconnects: another connection is made if this one breaks.
+        again_for: for how many seconds to try again to connect to a rank that does not let this one in yet,
+            but has listened since before it was made known: if nobody listens there, it is gone. None: it
+            may not listen yet, and refuses only keys that it will never know.
+
     Attributes:
         socket: of this rank's connection to the other; None before it connects.
         joined: the handshake has succeeded.
-        greeted: the other has said hello.
-        settled: it has received our hello, so it does not take our connection for a stranger's any more. No
-            message is sent before.
+        hello_received: the other has said hello.
+        hello_acked: it has received the hello of our present connection, so it does not take that for a
+            stranger's any more. No message is sent before.
         wanted: connect at once, whether or not there is something to send.
         refused: why connecting failed, while there has been no connection.
         began: when this rank last tried to connect, by the clock of the host.
-        how: how the rank ended, once it is gone.
+        end_reason: how the rank ended, once it is gone.
         broken: why the connection has ended, if another one is to be made.
         received_at, sent_at: when something came from it, and was sent to it.
         blocked: ZeroMQ takes no more at the moment.
@@ -136,17 +135,23 @@ class PairConnection:
 
     reconnects = False
     wanted = True
+    _retry_for: float | None = None
     _since_end = 0.0
 
-    def __init__(self, rank: int, endpoint: EndpointRecord, *, reconnects: bool = False) -> None:
+    def __init__(
+        self, rank: int, endpoint: EndpointRecord, reconnects: bool = False, again_for: float | None = None
+    ) -> None:
         self.rank = rank
         self.endpoint = endpoint
         self.reconnects = reconnects
+        self._retry_for = again_for
         self.socket: zmq.Socket[Any] | None = None
         self.wanted = self.joined = False
-        self.greeted = self.settled = False
+        self.hello_received = self.hello_acked = False
+        self._number = 0  # of the connection to the other, which a hello has
+        self._others_number = 0
         self.refused = ""
-        self.how = self.broken = ""
+        self.end_reason = self.broken = ""
         self.received_at = self.sent_at = 0.0
         self.blocked = False
         self.received = self.accepted = 0
@@ -154,7 +159,7 @@ class PairConnection:
         self._monitor: zmq.Socket[Any] | None = None
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
         self._since_end = 0.0
-        self._looked = 0.0
+        self._last_check = 0.0
         self._controls: deque[bytes] = deque()
         self._queue: deque[_Outgoing] = deque()
         self._unconfirmed: deque[_Outgoing] = deque()
@@ -164,6 +169,7 @@ class PairConnection:
         self._lock = threading.RLock()
         self._flushing = False
         self._posted = self._sent = 0  # bytes
+        self._frames_sent = 0
         self._sequence = 0
         self._to_confirm, self._to_confirm_bytes = 0, 0
         self._first = self.began = time.monotonic()
@@ -199,11 +205,11 @@ class PairConnection:
     @property
     def is_full(self) -> bool:
         """Return whether so much is queued that callers should wait."""
-        return self._posted - self._sent > _MOST_QUEUED and not self.how
+        return self._posted - self._sent > _MAX_QUEUED and not self.end_reason
 
-    def say(self, control: bytes) -> None:
+    def queue_control(self, control: bytes) -> None:
         """Queue one of the control frames: before all messages, except a goodbye."""
-        if control in _CONTROLS or control.startswith(CONFIRM):
+        if control.startswith(control_frames.SENT_FIRST):
             self._controls.append(control)
         else:
             self._queue.append(_Control(control))
@@ -215,14 +221,14 @@ class PairConnection:
 
     def is_owed(self, last: int) -> bool:
         """Return whether the other rank may still confirm reliable messages up to number ``last``."""
-        if self.how:
+        if self.end_reason:
             return False
         with self._lock:
             return any(each.reliable and each.sequence <= last for each in (*self._unconfirmed, *self._queue))
 
     def try_flush(self) -> bool:
         """Send what is queued, if short, on the thread of a caller; return whether all has been sent."""
-        if self.blocked or not self.settled:
+        if self.blocked or not self.hello_acked or self._controls:  # a hello comes before all messages
             return False
         ended: list[Callable[[], None]] = []
         try:
@@ -256,6 +262,7 @@ class PairConnection:
         except zmq.Again:
             self.blocked = True
             return False
+        self._frames_sent += 1
         return True
 
     def _note_sent(self, message: _Outgoing, ended: list[Callable[[], None]]) -> None:
@@ -277,10 +284,18 @@ class PairConnection:
         socket.connect(self.endpoint.address)
 
     @property
+    def is_met(self) -> bool:
+        """Return whether this rank is connected to the other, and the other to it."""
+        return self.joined and self.hello_received and self.hello_acked
+
+    @property
     def is_given_up(self) -> bool:
         """Return whether it has refused this rank for so long that there is no other attempt."""
+        if self._retry_for is not None:
+            is_closed = self.refused == _FAILED[zmq.EVENT_CLOSED]
+            return is_closed or (bool(self.refused) and time.monotonic() - self._first > self._retry_for)
         final = self.refused == _FAILED[zmq.EVENT_HANDSHAKE_FAILED_AUTH]
-        return bool(self.refused) and (final or time.monotonic() - self._first > AGAIN_FOR_SECONDS)
+        return bool(self.refused) and (final or time.monotonic() - self._first > RETRY_SECONDS)
 
     @property
     def is_ending(self) -> bool:
@@ -288,30 +303,36 @@ class PairConnection:
         return self._ended is not None
 
     @property
-    def has_mail(self) -> bool:
+    def has_output(self) -> bool:
         """Return whether there is something that can be sent now."""
-        return bool(self._controls) or (self.settled and (bool(self._queue) or self._frames is not None))
+        return bool(self._controls) or (self.hello_acked and (bool(self._queue) or self._frames is not None))
 
     @property
     def is_wanted(self) -> bool:
         """Return whether there is no connection yet, and a reason for one."""
-        return self.socket is None and not self.how and (self.wanted or self.greeted or bool(self._queue))
+        return (
+            self.socket is None
+            and not self.end_reason
+            and (self.wanted or self.hello_received or bool(self._queue))
+        )
 
     @property
     def is_meeting(self) -> bool:
         """Return whether the two are about to be connected."""
         return (
             self.socket is not None
-            and not (self.greeted and self.settled)
-            and not (self.how or self.is_given_up)
+            and not (self.hello_received and self.hello_acked)
+            and not (self.end_reason or self.is_given_up)
         )
 
     def flush(self, clock: float) -> None:
         """Send what ZeroMQ takes."""
         ended: list[Callable[[], None]] = []
         with self._lock:
+            sent_before = self._frames_sent
             self._flush(ended)
-        self.sent_at = clock
+            if self._frames_sent > sent_before:  # else a sign of life is still due
+                self.sent_at = clock
         for done in ended:
             done()
 
@@ -327,7 +348,7 @@ class PairConnection:
                 continue
             if self._frame is None:
                 if self._frames is None:
-                    if not (self._queue and self.settled):
+                    if not (self._queue and self.hello_acked):
                         return
                     self._frames = self._queue[0].frames()
                 self._frame = next(self._frames, None)
@@ -341,10 +362,10 @@ class PairConnection:
 
     def show_life(self, clock: float) -> None:
         """Send a sign of life, if there is nothing else to send."""
-        if self.has_mail or self.socket is None:
+        if self.has_output or self.socket is None:
             return
         with self._lock:
-            if self._send(ALIVE):
+            if self._send(control_frames.ALIVE):
                 self.sent_at = clock
             self.blocked = False
 
@@ -365,10 +386,27 @@ class PairConnection:
                 self.confirm()
         return True
 
+    def handle_control(self, control: bytes) -> bool:
+        """Act on a control frame of the other rank; return whether there may be something to send now."""
+        if (number := control_frames.number_of(control, control_frames.HELLO)) is not None:
+            self.hello_received, self._others_number = True, number
+            self.queue_control(control_frames.numbered(control_frames.HELLO_ACK, number))
+        elif (number := control_frames.number_of(control, control_frames.HELLO_ACK)) is not None:
+            # It may have received the hello of a connection that has broken since.
+            self.hello_acked = self.joined and number == self._number
+        elif control == control_frames.GOODBYE:
+            self.end_reason = "has shut down"
+        elif control == control_frames.ASK_TO_CONFIRM:
+            self.confirm()
+        elif (number := control_frames.number_of(control, control_frames.CONFIRM)) is not None:
+            self.note_confirmed(number)
+            return False
+        return True
+
     def confirm(self) -> None:
         """Queue the number of the last message that has come."""
         self._to_confirm = self._to_confirm_bytes = 0
-        self.say(CONFIRM + self.received.to_bytes(8, "little"))
+        self.queue_control(control_frames.numbered(control_frames.CONFIRM, self.received))
 
     def note_confirmed(self, sequence: int) -> None:
         """Forget the messages up to this one, which the other rank has."""
@@ -379,7 +417,7 @@ class PairConnection:
     def break_off(self) -> None:
         """Prepare for another connection: queue again what is not confirmed, drop unreliable messages."""
         with self._lock:
-            self.wanted = self.joined = self.settled = False
+            self.wanted = self.joined = self.hello_acked = False
             self._ended, self._frames, self._frame, self.broken = None, None, None, ""
             self._since_end = 0.0
             kept = [each for each in self._queue if each.reliable or isinstance(each, _Control)]
@@ -391,39 +429,40 @@ class PairConnection:
             self._posted, self._sent = sum(each.size for each in kept), 0
             self._first, self.refused = time.monotonic(), _FAILED[zmq.EVENT_DISCONNECTED]
 
-    def look(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
+    def check(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
         """Note the state of the connection. ``grace``: see :class:`Transport`."""
         while self._monitor is not None and self._monitor.poll(0):
             self._note_event(zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]), clock)
-        if not self.wanted and not self.how and self.is_given_up:
-            self.how = f"cannot be reached ({self.refused})"
-        if self.how or not self.joined:
+        if (not self.wanted or self._retry_for is not None) and not self.end_reason and self.is_given_up:
+            self.end_reason = f"cannot be reached ({self.refused})"
+        if self.end_reason or not self.joined:
             return
         if self._ended is not None:
             # What it sent before may still be on its way from ZeroMQ, on a connection of its own. So it takes
             # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
-            passed = min(clock - self._looked, _ENDED_TICK)
+            passed = min(clock - self._last_check, _ENDED_TICK)
             self._since_end += passed
-            self._ended = 0.0 if self.received_at >= self._looked else self._ended + passed
+            self._ended = 0.0 if self.received_at >= self._last_check else self._ended + passed
             if self.reconnects:
                 # What it sends goes over a connection of its own, which may be as good as ever.
                 if self._ended > grace or self._since_end > _LONGEST_END:
                     self.broken = _BROKEN
             elif self._ended > grace:
-                self.how = _BROKEN
+                self.end_reason = _BROKEN
         elif heartbeat is not None and clock - self.received_at > heartbeat:
-            self.how = (
+            self.end_reason = (
                 f"died or is cut off (nothing has been heard of it for {clock - self.received_at:.1f} s)"
             )
-        self._looked = clock
+        self._last_check = clock
 
     def _note_event(self, event: zmq.Event, clock: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.joined, self.received_at = True, clock
-            self._controls.appendleft(HELLO)
-            if self.greeted:
-                self.say(WELCOME)
-        elif self.joined and not self.settled and event in _TURNED_AWAY:
+            self._number += 1
+            self._controls.appendleft(control_frames.numbered(control_frames.HELLO, self._number))
+            if self.hello_received:
+                self.queue_control(control_frames.numbered(control_frames.HELLO_ACK, self._others_number))
+        elif self.joined and not self.hello_acked and event in _HANDSHAKE_FAILED:
             # With too many strangers, before it knew who this is. What was said can be repeated.
             self.joined, self.refused = False, _FAILED[event]
             self._controls.clear()
@@ -440,7 +479,7 @@ class PairConnection:
             self._controls.clear()
             self._unconfirmed.clear()
             self._frames = self._frame = None
-            self.settled = False
+            self.hello_acked = False
             self._close_socket(linger)
 
     def _close_socket(self, linger: int) -> None:

@@ -19,7 +19,7 @@ from torchestra.store import PrefixStore
 from torchestra.transport.endpoint import read_endpoint
 from torchestra.transport.transport import Transport
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _LENGTH = struct.Struct("<H")
 
 
@@ -78,9 +78,9 @@ def _values(store: PrefixStore, keys: list[str], deadline: float, transport: Tra
     while True:
         remaining = deadline - time.monotonic()
         try:
-            return store.await_values(keys, max(0.001, min(_LOOK_SECONDS, remaining)))
+            return store.await_values(keys, max(0.001, min(_POLL_SECONDS, remaining)))
         except StoreTimeoutError:
             if transport.is_closed:
                 raise DistNetworkError("this end was closed") from None
-            if remaining <= _LOOK_SECONDS:
+            if remaining <= _POLL_SECONDS:
                 raise

@@ -15,7 +15,7 @@ from torchestra.transport.listener import HANDSHAKE_SECONDS
 from torchestra.transport.pair import FRAMES_IN_ADVANCE, PairConnection
 
 _TICK = 0.002
-_ASK_AGAIN_SECONDS = 0.25
+_RETRY_SECONDS = 0.25
 
 
 def incoming_socket(context: zmq.Context[Any], address: str, private: bytes) -> zmq.Socket[Any]:
@@ -68,12 +68,12 @@ def await_met(
         DistNetworkError: one of them does not answer, or does not let this rank in.
     """
     deadline = time.monotonic() + timeout_s
-    while waiting := [peer for peer in peers if not (peer.joined and peer.greeted and peer.settled)]:
+    while waiting := [peer for peer in peers if not peer.is_met]:
         if is_closed():
             raise DistNetworkError("this end was closed")
         late = "no answer in time" if time.monotonic() > deadline else ""
         for peer in waiting:
-            if why := peer.how or late or (peer.is_given_up and peer.refused):
+            if why := peer.end_reason or late or (peer.is_given_up and peer.refused):
                 raise DistNetworkError(
                     f"{name} cannot reach {names[peer.rank]}, which is on another host, at"
                     f" {peer.endpoint.address}: {why}. Can this host connect to that address and port?"
@@ -86,7 +86,7 @@ def await_confirmed(
     posted: Mapping[PairConnection, int],
     timeout_s: float,
     ask: Callable[[PairConnection], None],
-    is_vain: Callable[[int], bool],
+    is_unreachable: Callable[[int], bool],
 ) -> bool:
     """Wait until others have confirmed reliable messages; return whether they have.
 
@@ -94,16 +94,16 @@ def await_confirmed(
         posted: by the connection to a rank, the number of the last message to wait for. Messages that are
             posted meanwhile (there is always another ping) are not.
         ask: asks a rank to confirm what has come; called repeatedly, as a question overtakes messages.
-        is_vain: returns whether a rank will confirm nothing more.
+        is_unreachable: returns whether a rank will confirm nothing more.
     """
     began, next_question = time.monotonic(), 0.0
     owed = list(posted)
-    while owed := [peer for peer in owed if peer.is_owed(posted[peer]) and not is_vain(peer.rank)]:
+    while owed := [peer for peer in owed if peer.is_owed(posted[peer]) and not is_unreachable(peer.rank)]:
         passed = time.monotonic() - began
         if passed > timeout_s:
             return False
         if passed >= next_question:
-            next_question = passed + min(passed + _TICK, _ASK_AGAIN_SECONDS)
+            next_question = passed + min(passed + _TICK, _RETRY_SECONDS)
             for peer in owed:
                 ask(peer)
         time.sleep(_TICK)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchestra.errors import DistNetworkError
 from torchestra.transport.endpoint import EndpointRecord
@@ -48,11 +48,14 @@ class Transport:
         arrived: called with each message that comes. It must not wait for anything that another message may
             bring.
         lost: called with each rank that is gone, after all that it had sent has come, and with how it ended.
-        advice: what to do where one cannot be reached, for messages.
-        grace: for how many seconds after a rank has ended its connection without a goodbye its earlier
-            messages may still come: they use another connection, which a bad link may have delayed.
         broken: called with a rank whose connection has ended without a goodbye, and how; then the transport
             makes another one. Default: the rank is lost.
+        grace: for how many seconds after a rank has ended its connection without a goodbye its earlier
+            messages may still come: they use another connection, which a bad link may have delayed.
+        grows: ranks become known at any time, by :meth:`expect`, and go, by :meth:`forget`; so this rank
+            takes connections as long as it lives. They must listen before others know of them, and one
+            that has not let this rank in after the time of a heartbeat is given up.
+        advice: what to do where one cannot be reached, for messages.
 
     The thread of the transport calls these three functions. Messages that a caller receives itself
     (:meth:`receive_for`) are not given to ``arrived``.
@@ -71,14 +74,17 @@ class Transport:
         ports: tuple[int, int] | None,
         heartbeat: float | None,
         arrived: Callable[[Message], None],
+        *,
         lost: Callable[[int, str], None] = lambda rank, how: None,
-        advice: str = "",
-        grace: float = ENDED_SECONDS,
         broken: Callable[[int, str], None] | None = None,
+        grace: float = ENDED_SECONDS,
+        grows: bool = False,
+        advice: str = "",
     ) -> None:
         self._owner = os.getpid()
         self._name, self._advice = name, advice
-        self._loop = EventLoop(name, address, ports, heartbeat, grace, Handlers(arrived, lost, broken))
+        handlers = Handlers(arrived, lost, broken)
+        self._loop = EventLoop(name, address, ports, heartbeat, grace, handlers, grows=grows)
         self.endpoint = self._loop.endpoint
 
     def join(
@@ -109,6 +115,20 @@ class Transport:
         """
         if not self._loop.expect(endpoints, connect=connect):
             raise DistNetworkError("this end was closed")
+
+    def connect(self, ranks: Iterable[int]) -> None:
+        """Connect now to ranks that are known."""
+        for rank in ranks:
+            self._loop.peer(rank).wanted = True
+        self._loop.wake()
+
+    def forget(self, rank: int, how: str) -> None:
+        """Admit a known rank no more; drop what still comes from it. ``how``: how it ended, for messages."""
+        self._loop.forget(rank, how)
+
+    def is_met(self, rank: int) -> bool:
+        """Return whether this rank and a known one are connected to each other."""
+        return self._loop.peer(rank).is_met
 
     def send(
         self,
@@ -148,7 +168,7 @@ class Transport:
         """
         loop = self._loop
         to = loop.peers.get(peer) or loop.peer(peer)
-        if not (to.how or loop.closing):
+        if not (to.end_reason or loop.closing):
             to.post(kind, tag, parts, keep, done, reliable, sending)
             loop.send(to)
 
@@ -159,7 +179,7 @@ class Transport:
         """
         loop = self._loop
         to = loop.peers.get(peer) or loop.peer(peer)
-        if not (to.how or loop.closing):
+        if not (to.end_reason or loop.closing):
             to.post_text(kind, tag, text)
             loop.send(to)
 
@@ -167,18 +187,18 @@ class Transport:
         """Receive on the calling thread, see :meth:`EventLoop.receive_for`."""
         return self._loop.receive_for(take, timeout_s)
 
-    def flush(self, timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
+    def flush(self, timeout_s: float, is_unreachable: Callable[[int], bool]) -> bool:
         """Wait until the reliable messages posted before are confirmed; return whether they were in time.
 
         Args:
-            is_vain: returns whether a rank will receive nothing more.
+            is_unreachable: returns whether a rank will receive nothing more.
         """
         loop = self._loop
         return await_confirmed(
             {peer: peer.posted for peer in loop.peers.values()},
             timeout_s,
             loop.ask_to_confirm,
-            lambda rank: loop.closing or is_vain(rank),
+            lambda rank: loop.closing or is_unreachable(rank),
         )
 
     def is_refused(self, peer: int) -> bool:
@@ -191,7 +211,7 @@ class Transport:
         return self._loop.closing
 
     @property
-    def strangers(self) -> int:
+    def refused_connections(self) -> int:
         """Return how many connections were refused because nobody expected has their key."""
         return self._loop.authenticator.refused
 
