@@ -16,14 +16,22 @@ VIEW_BYTES = 80
 ARGUMENTS = 8
 
 
-_STATE_WORDS = ("off", "pending", "general", "inside", "wanted", "uses_device", "releases", "context")
+_STATE_WORDS = (
+    "off", "pending", "general", "inside", "wanted", "uses_device", "releases", "context", "started"
+)  # fmt: skip
 _ACCESS_WORDS = ("describe", "implementation", "keys", "storage", "data", "nbytes", "plain", "optional")
-_ACCESS_OBJECTS = ("tensor", "parameter", "integer", "list", "none", "false", "profiler", "profiler_flag")
+_ACCESS_OBJECTS = (
+    "tensor", "parameter", "integer", "list", "none", "false", "true", "profiler", "profiler_flag"
+)  # fmt: skip
 _RECORD_WORDS = ("dtype", "op", "root", "plan")
 _ENTRY_WORDS = ("state", "access", "plans", "size", "iovec", "longest_list", "mailbox")
 _MEMORY_WORDS = ("tensor", "address", "nbytes")
-_REQUEST_WORDS = ("active", "memory", "tensors", "which", "nbytes_moved", "tables", "tables_bytes", "source")
-_ENTRY_OBJECTS = ("general", "learn", "go_on", "leave")
+_REQUEST_WORDS = (
+    "active", "memory", "tensors", "which", "nbytes_moved", "tables", "tables_bytes", "source",
+    "longest_piece", "threshold", "sends",
+)  # fmt: skip
+_ENTRY_OBJECTS = ("general", "make_plan", "finish_call", "leave")
+_REQUEST_OBJECTS = ("start", "wait", "hand_over")
 
 
 class State(ctypes.Structure):
@@ -37,6 +45,11 @@ class State(ctypes.Structure):
     INSIDE is 1, neither begins while the other is at work. A waiting thread sets WANTED first, so the thread
     that clears INSIDE wakes it.
 
+    A persistent operation that was started (entries/persistent.py) has begun in the kernels' context, and is
+    to end there before another begins. So STARTED is looked at by whoever would begin one: an entry that
+    finds it set goes the general way, and that, once it has the group, ends the operation first
+    (communicator/queue.py). It is set and cleared by whoever has the group.
+
     Attributes:
         off: the general way serves every call: the group is closed, was left halfway, or has other kernels.
         pending: how many operations are queued, and must come before.
@@ -46,6 +59,8 @@ class State(ctypes.Structure):
         uses_device: a barrier must wait for a device, too.
         releases: ranks are threads, which need the interpreter's lock while this one waits.
         context: address of the kernels' context (engine/layout.py).
+        started: address of the persistent operation that was started and has not ended, with a reference of
+            its own; or 0.
     """
 
     off: int
@@ -56,6 +71,7 @@ class State(ctypes.Structure):
     uses_device: int
     releases: int
     context: int
+    started: int
     _fields_ = [(name, _WORD) for name in _STATE_WORDS]
 
     @property
@@ -76,7 +92,7 @@ class TensorAccess(ctypes.Structure):
         plain: the dispatch keys of a plain CPU tensor, including the ``optional`` ones, which all plain
             tensors have except those made in inference mode.
         tensor, parameter, integer, list: the classes torch.Tensor, torch.nn.Parameter, int and list.
-        none, false: the objects None and False.
+        none, false, true: the objects None, False and True.
         profiler, profiler_flag: a dict, and the key under which it has False while no profiler is on.
     """
 
@@ -113,12 +129,12 @@ class Entry(ctypes.Structure):
         iovec, longest_list: address of the memory for the table of a list of tensors, and how many it holds.
         mailbox: for messages, the address of the mailbox's state (engine/p2p/layout.py).
         general: called with the very same arguments where the call is not plain.
-        learn: the same, where only the plan is not known.
-        go_on: called with what the kernel has returned if it is not done; returns when it is, or raises.
-            Its result is the call's.
-        leave: called with the exception that ``go_on`` has raised.
+        make_plan: the same, where only the plan is not known.
+        finish_call: called with what the kernel has returned if it is not done; returns when it is, or
+            raises. Its result is the call's.
+        leave: called with the exception that ``finish_call`` has raised.
         views: scratch: two DLTensors, each with the number of elements and of bytes.
-        arguments: scratch: those of ``go_on``.
+        arguments: scratch: those of ``finish_call``.
     """
 
     state: int
@@ -129,8 +145,8 @@ class Entry(ctypes.Structure):
     longest_list: int
     mailbox: int
     general: Any
-    learn: Any
-    go_on: Any
+    make_plan: Any
+    finish_call: Any
     leave: Any
     _fields_ = [
         *((name, _WORD) for name in _ENTRY_WORDS),
@@ -159,13 +175,19 @@ class Request(Entry):
     """A persistent operation: an entry, and all that its kernel is called with.
 
     Attributes:
-        active: it was started, and nobody has waited for it since.
+        active: INACTIVE, or where it stands since it was started: QUEUED for the group's progress thread,
+            STARTED by machine code, ENDED or FAILED with nobody having waited for it since.
         memory, tensors: address of the first MemoryRecord, and how many there are.
         which: the kernel of a collective, by its number (entries/running.py).
         nbytes_moved: how much it moves, which decides whether the interpreter's lock is kept.
         tables, tables_bytes: address and length of the values for the tables by peer; 0 if it uses none.
         source: of a receive, the rank that sent last; else -1.
+        longest_piece, threshold: of a collective, bytes of the longest piece of any rank, and which word of
+            the context has how long it may be for the operation to have one meeting.
+        sends: of a message, whether it is sent.
         words: the kernel's arguments: of a collective, the plan comes first; of a message, the address.
+        start, wait: called with the operation and the arguments of a ``start()`` or ``wait()`` not plain.
+        hand_over: called with a collective that is started but must wait for peers to be published.
     """
 
     active: int
@@ -176,8 +198,18 @@ class Request(Entry):
     tables: int
     tables_bytes: int
     source: int
+    longest_piece: int
+    threshold: int
+    sends: int
     words: Any
-    _fields_ = [*((name, _WORD) for name in _REQUEST_WORDS), ("words", _WORD * 5)]
+    start: Any
+    wait: Any
+    hand_over: Any
+    _fields_ = [
+        *((name, _WORD) for name in _REQUEST_WORDS),
+        ("words", _WORD * 5),
+        *((name, _OBJECT) for name in _REQUEST_OBJECTS),
+    ]
 
 
 def _at(structure: type[ctypes.Structure], field: str) -> int:
@@ -189,17 +221,17 @@ HEADER = 16
 """At which byte of a ctypes object the address of its memory lies, with the interpreter's lock."""
 
 STATE, ACCESS, PLANS, SIZE, IOVEC, LONGEST_LIST, MAILBOX = (_at(Entry, name) for name in _ENTRY_WORDS)
-GENERAL_WAY, LEARN, GO_ON, LEAVE = (_at(Entry, name) for name in _ENTRY_OBJECTS)
+SLOW_PATH, MAKE_PLAN, FINISH_CALL, LEAVE = (_at(Entry, name) for name in _ENTRY_OBJECTS)
 VIEWS, ARGUMENTS_AT = _at(Entry, "views"), _at(Entry, "arguments")
 
-OFF, PENDING_OPERATIONS, GENERAL, INSIDE, WANTED, USES_DEVICE, RELEASES, CONTEXT = (
+OFF, PENDING_OPERATIONS, GENERAL, INSIDE, WANTED, USES_DEVICE, RELEASES, CONTEXT, STARTED_OPERATION = (
     _at(State, name) for name in _STATE_WORDS
 )
 
 DESCRIBE, IMPLEMENTATION, KEYS, STORAGE, DATA, NBYTES, PLAIN, OPTIONAL = (
     _at(TensorAccess, name) for name in _ACCESS_WORDS
 )
-TENSOR, PARAMETER, INTEGER, LIST, NONE, FALSE, PROFILER, PROFILER_FLAG = (
+TENSOR, PARAMETER, INTEGER, LIST, NONE, FALSE, TRUE, PROFILER, PROFILER_FLAG = (
     _at(TensorAccess, name) for name in _ACCESS_OBJECTS
 )
 
@@ -209,10 +241,15 @@ PLAN_RECORD_BYTES = ctypes.sizeof(PlanRecord)
 MEMORY_TENSOR, MEMORY_ADDRESS, MEMORY_NBYTES = (_at(MemoryRecord, name) for name in _MEMORY_WORDS)
 MEMORY_RECORD_BYTES = ctypes.sizeof(MemoryRecord)
 
-ACTIVE, MEMORY, TENSORS, WHICH, NBYTES_MOVED, TABLES, TABLES_BYTES, SOURCE = (
-    _at(Request, name) for name in _REQUEST_WORDS
-)
+(
+    ACTIVE, MEMORY, TENSORS, WHICH, NBYTES_MOVED, TABLES, TABLES_BYTES, SOURCE, LONGEST_PIECE, THRESHOLD,
+    SENDS,
+) = (_at(Request, name) for name in _REQUEST_WORDS)  # fmt: skip
 WORDS_AT = _at(Request, "words")
+START_WAY, WAIT_WAY, HAND_OVER = (_at(Request, name) for name in _REQUEST_OBJECTS)
+
+# Values of ACTIVE.
+INACTIVE, QUEUED, STARTED, ENDED, FAILED = range(5)
 
 # A view: a DLTensor (data, device, dimensions and dtype, shape, strides, offset), and its sizes.
 VIEW_DATA = 0

@@ -8,7 +8,7 @@ The tensors hold afterwards what they would if the others mirrored this rank:
 
 =========================  ==========================================================================
 all_reduce, reduce, scan   this rank's own values: nobody adds to them
-broadcast, recv            what they held before
+broadcast, recv            what they held before (a receive from any rank names the next one)
 all_gather, gather         a copy of this rank's tensor from every rank (gather: on the root only)
 reduce_scatter             this rank's piece of its own input
 scatter                    on the root its own piece, on other ranks what they held before
@@ -82,7 +82,7 @@ class FakeEngine(Engine):
         pass
 
     def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
-        return self.rank if rank is None else rank
+        return (self.rank + 1) % self.size if rank is None else rank
 
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> None:
         done(SimpleNamespace(error=None, source=-1))
@@ -90,7 +90,7 @@ class FakeEngine(Engine):
     def begin_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
     ) -> None:
-        done(SimpleNamespace(error=None, source=self.rank if rank is None else rank))
+        done(SimpleNamespace(error=None, source=self.receive(tensor, rank, tag, timeout_s)))
 
     def complete(self, transfer: None) -> None:
         pass

@@ -22,7 +22,8 @@ from torchestra.engine.operations import Collective
 from torchestra.types import ReduceOp
 
 if TYPE_CHECKING:
-    from torchestra.engine.multihost.hosts import Hosts
+    from torchestra.engine.hosts import Hosts
+    from torchestra.engine.recorder.flight_entries import SpanTimes
     from torchestra.engine.recorder.flight_record import FlightRecord
 
 
@@ -32,14 +33,6 @@ Ended = Callable[[Any], None]
 
 Prepared = Callable[..., None]
 """Runs a collective on the tensors that it was prepared for; takes ``timeout_s`` and ``site``."""
-
-
-class Plan(Protocol):
-    """Hold the constants of a collective on a dtype; an engine makes them once and keeps them."""
-
-    @property
-    def row(self) -> Collective:
-        """The collective."""
 
 
 def _missing(engine: Engine, name: str) -> NoReturn:
@@ -176,6 +169,13 @@ class Engine(Protocol):
         """Return whether an address is in the memory that :meth:`empty` gives out and that ranks share."""
         return False
 
+    def heap_of(self, rank: int) -> int | None:
+        """Return where the memory that a rank's :meth:`empty` gives out begins in this process.
+
+        None if this rank cannot address it.
+        """
+        return None
+
     def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
         """Reduce tensors of this rank, in the same order and with the same rounding as those of several."""
 
@@ -188,6 +188,10 @@ class Engine(Protocol):
     def sequence_number(self) -> int:
         """Return how many operations of the whole group this rank has begun; 0 if it does not count."""
         return 0
+
+    def record_spans(self, step: int, spans: Sequence[SpanTimes]) -> None:
+        """Write parts of a training step that have ended into the flight record; without one, do nothing."""
+        return
 
     def flight_record(self) -> FlightRecord | None:
         """Return the record of what the ranks did last; None if nothing is recorded."""

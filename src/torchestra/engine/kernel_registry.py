@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from torchestra.engine.entries import collectives, lists, messages, persistent
-from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
+from torchestra.engine.kernels import checksum, doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
 from torchestra.engine.native.target import Target
 from torchestra.engine.p2p import endpoint_kernels, immediate, kernels
-from torchestra.engine.recorder import message_records
+from torchestra.engine.recorder import message_records, spans
 
 # Importing them declares their kernels, and those that they call.
 _MODULES = (
+    checksum,
     collectives,
     doorbell,
     endpoint_kernels,
@@ -19,6 +20,7 @@ _MODULES = (
     kernels,
     lists,
     message_records,
+    spans,
     messages,
     move,
     persistent,

@@ -3,7 +3,7 @@
 An arena is one range of memory that every rank of a group can address (at different addresses, where
 ranks are processes)::
 
-    header | control blocks | splits | agreement | records | slots | early slots | chunk buffers | channels |
+    header | control blocks | splits | agreement | records | slots | eager slots | chunk buffers | channels |
     heaps
 
 each but the header and the channels rank by rank.
@@ -22,8 +22,8 @@ be something else already; but only after the group was aborted, so it sees that
 (waiting.py).
 
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
-rank) carry what fits into one piece: the one with the parity of the operation's sequence number. *Early
-slots* (WINDOW a rank) carry the pieces of ranks that do not wait for those who read them (early.py). A
+rank) carry what fits into one piece: the one with the parity of the operation's sequence number. *Eager
+slots* (WINDOW a rank) carry the pieces of ranks that do not wait for those who read them (eager.py). A
 *record* holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations
 chunk by chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share
 (``dist.empty``); all heaps are mapped together, by each rank when it first needs them.
@@ -34,7 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 9
+VERSION = 14
 MEMORY_FILE = "torchestra"  # the prefix of the names of all arenas' memory files
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for records of ended arenas (flight_dump.py)
 PAGE = 4096
@@ -64,7 +64,20 @@ HEADER_NAME_BYTES = 256
 HEADER_CHOICES = 512  # a word for each of the group's thresholds (selection.py)
 HEADER_ABORT_TEXT = 576
 HEADER_BYTES = 16 * PAGE
-HEADER_ABORT_TEXT_BYTES = HEADER_BYTES - HEADER_ABORT_TEXT
+# For readers outside of the job, in the last page of the header.
+OBSERVED = HEADER_BYTES - PAGE
+GENERATION = OBSERVED  # how often the group was shrunk or grown; all its ranks write it and the next two:
+TIMES_SHRUNK = OBSERVED + 8  # how often it has lost ranks,
+TIMES_GROWN = OBSERVED + 16  # and how often others were let in
+RECORDS_ASKED = OBSERVED + 24  # counts up when a reader wants to know what other hosts do; readers write it
+RECORDS_ANSWERED = OBSERVED + 32  # the value of RECORDS_ASKED that is answered (record_publisher.py),
+RECORDS_DESCRIPTOR = OBSERVED + 40  # in this file of the process that is the first rank here
+HEARTBEATS_AT = OBSERVED + 64  # by host, what the first rank here has heard from its ranks:
+HEARTBEAT_BYTES = 16
+HEARTBEAT_COUNT = 0  # how often,
+HEARTBEAT_NANOSECONDS = 8  # and when last, by CLOCK_MONOTONIC
+HEARTBEAT_HOSTS = (HEADER_BYTES - HEARTBEATS_AT) // HEARTBEAT_BYTES  # of hosts beyond these it is not kept
+HEADER_ABORT_TEXT_BYTES = OBSERVED - HEADER_ABORT_TEXT
 ABORT_EXPLAINED = 1  # a rank is finding out what to write; another may write instead
 ABORT_WRITTEN = 2  # a rank writes, or has written
 
@@ -75,19 +88,26 @@ STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
 PID_NAMESPACE = 288  # the PID namespace that PROCESS is a number of, or 0 if unknown
+PROGRAM_TID = 296  # the thread that runs the rank's program: its number in that namespace,
+PROGRAM_IDENT = 304  # and what Python calls it
+REPORTER_TID = 312  # the thread that answers when ASKED, of ranks that are processes
 GROUP_RANK = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
 CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ABANDONED = 328  # the operation that the rank has left halfway; it begins no other
+STACK_SIGNAL = 336  # how others get its stack if it does not answer (diagnosis/stack_dump.py),
+STACK_DESCRIPTOR = 344
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
 ANSWERED = 392  # the value of ASKED that ANSWER answers
 CALLED_LENGTH = 400
 ANSWER_LENGTH = 408
 # Each of the two is written by one thread at a time, so that none is read while another writes it: CALLED by
-# the thread that runs an operation, ANSWER by the watcher.
+# the thread that runs an operation, ANSWER by the stack reporter. LAST_SEEN has a checksum.
 CALLED = 512  # what the rank called in a mismatch
 CALLED_BYTES = 2560
-ANSWER = 3072  # where its program is
-ANSWER_BYTES = 1024
+LAST_SEEN = 3072  # where its program was lately (diagnosis/last_seen.py)
+LAST_SEEN_BYTES = 1024
+ANSWER = 5120  # what its program does (diagnosis/facts.py)
+ANSWER_BYTES = 3072
 
 FLAG_LINES = 4096  # a line for each of the last operations: that of number n is line n modulo FLAGS
 
@@ -105,7 +125,7 @@ ABSENT = 0
 PRESENT = 1
 LEFT = 2
 
-# A record: totals, the last operations, the last messages, and a word for every peer. See recorder.py.
+# A record: totals, the last operations, messages and spans, and a word for every peer. See recorder.py.
 TOTAL_BYTES = 0  # of all operations that have ended
 TOTAL_WAITED = 8  # ticks, in all operations
 WAITING_SINCE = 16  # when the present wait began, or 0
@@ -122,15 +142,44 @@ MULTIHOST_WAITED = 96  # what TOTAL_WAITED was when it began,
 MULTIHOST_BYTES = 104  # and the bytes of all that have ended
 REMOTE_MESSAGES_BYTES = 112  # as MESSAGES_BYTES and MESSAGES_WAITED, of messages to and from other hosts
 REMOTE_MESSAGES_WAITED = 120
+SPANS_OPENED = 128
+QUEUED = 136  # operations that were called and are not begun
+CALLS_IN_FLIGHT = 144  # of an RPC worker: calls that it waits for,
+REFERENCES_OWNED = 152  # remote references whose value it has,
+REFERENCES_USED = 160  # and those that it has to values of others
 OPERATIONS_AT = 256
 ENTRIES = 256  # a power of two
 ENTRY_BYTES = 64
 MESSAGES_AT = OPERATIONS_AT + ENTRIES * ENTRY_BYTES
 MULTIHOST_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES
 REMOTE_MESSAGES_AT = MULTIHOST_AT + ENTRIES * ENTRY_BYTES
-WAITED_FOR_AT = (
-    REMOTE_MESSAGES_AT + ENTRIES * ENTRY_BYTES
-)  # by peer, ticks waited: in collectives, for messages
+# What all that has ended took, by kind and size class, a tally for each: of what happens within the host, and
+# of collectives over several hosts.
+TALLIES_AT = REMOTE_MESSAGES_AT + ENTRIES * ENTRY_BYTES
+TALLIED_KINDS = 32  # a power of two: as in fingerprints; the last is all kinds above
+SIZE_CLASSES = 8  # a power of two; the first five are used
+SIZE_CLASS_BOUNDS = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # bytes: what is above the last is in the fifth
+TALLY_BYTES = 32
+MULTIHOST_TALLIES_AT = TALLIES_AT + TALLIED_KINDS * SIZE_CLASSES * TALLY_BYTES
+SPANS_AT = MULTIHOST_TALLIES_AT + TALLIED_KINDS * SIZE_CLASSES * TALLY_BYTES  # see spans.py
+CALLS_AT = SPANS_AT + ENTRIES * ENTRY_BYTES  # that an RPC worker has executed, see rpc/executed_calls.py
+CALL_ENTRIES = 64
+CALL_BYTES = 128
+WAITED_FOR_AT = CALLS_AT + CALL_ENTRIES * CALL_BYTES  # by peer, ticks waited: in collectives, for messages
+
+# An entry of the calls that a worker has executed.
+CALL_CALLER = 0  # its number, or -1 where several are counted together
+CALL_COUNT = 8  # written last; 0: there is no entry
+CALL_NANOSECONDS = 16  # that they took
+CALL_NAME_LENGTH = 24
+CALL_NAME = 32  # of the function
+CALL_NAME_BYTES = 96
+
+# A tally.
+TALLY_CALLS = 0
+TALLY_MOVED = 8  # bytes
+TALLY_TICKS = 16
+TALLY_WAITED = 24  # ticks
 
 # An entry of a record.
 STAMP = 0  # number of the operation or message, or 0 while the entry is being reused
@@ -145,22 +194,27 @@ AWAITED = 56  # 1 + the rank that was waited for longest, or 0
 # In the entry of a message, WHAT is SENT or RECEIVED, BACKGROUND or 0, and the dtype's code << 16.
 SENT = 9
 RECEIVED = 10
+REMOTE_KINDS = 16  # to be added to both in tallies, for messages to and from other hosts
 BACKGROUND = 1 << 8
 TAG = AMOUNT
 OTHER = AWAITED  # 1 + the rank that it goes to or comes from (of REMOTE_MESSAGES: in the group), 0 if any
 # A rank's part of the agreement: words, as byte offsets.
-COMES = 0  # 1 while the rank is in shrink()
-READY = 8  # the round whose new arena the rank has entered
+CANDIDATE = 0  # SHRINKS or GROWS while the rank is in shrink() or grow()
+READY = 8  # the round whose new group the rank has entered
 EXCLUDED = 16  # 1 + the rank that has excluded this one; written by any rank
-PROPOSALS = 24  # two proposals, by parity of the round: a key, then who goes on
+POLLS = 24  # how often the rank has asked who waits to be let in (pending_joiners.py)
+PROPOSALS = 32  # two proposals, by parity of the round: a key, then who goes on
 PROPOSAL_KEY_BYTES = 32
 PROPOSAL_RANKS = PROPOSAL_KEY_BYTES
+SHRINKS = 1
+GROWS = 2
+WAITING_JOINERS = 8  # beside the word that decides: how many wait to be let in (pending_joiners.py)
 
 STEP_BITS = 24
 DIGEST_BIT = 40  # where the digest of the thresholds begins in META, of 22 bits
-EARLY = 1 << 62  # in META: a rank that took part did not wait for all others (early.py)
+EAGER = 1 << 62  # in META: a rank that took part did not wait for all others (eager.py)
 SLOTS_PER_RANK = 2
-EARLY_SLOT_BYTES = 8192
+EAGER_SLOT_BYTES = 8192
 CHUNK_BUFFERS_PER_RANK = 3
 
 # The kernel's private context: words of 8 bytes, as byte offsets.
@@ -197,16 +251,16 @@ CLOCK = 224  # HEADER_CLOCK
 TIMESPEC = 232  # scratch, two words
 CORES = 248  # how many cores the ranks here may use
 MASKS = 256  # address of two affinity masks
-UNTIL_LOOK = 264  # how many waits that yield until this rank looks where the others are
-NEXT_LOOK = 272  # how many it will be after the next move
+UNTIL_REBALANCE = 264  # how many waits that yield until this rank looks where the others are
+NEXT_REBALANCE = 272  # how many it will be after the next move
 SINGLE_IOVEC = 280  # an iovec (kernels/iovec.py) of one tensor: 0, its elements, its address
 THRESHOLDS = 304  # a digest of DIRECT, CHUNK and SHARE, shifted to where META has it
 YIELD_TIMESPEC = 320  # scratch of a wait that yields, two words
-HOLDS_INTERPRETER = 336  # 1: this thread has the interpreter's lock, so a wait returns before it yields
+HOLDS_INTERPRETER = 336  # 1: a wait returns before it yields, as this thread has the interpreter's lock
 SEEN = 344  # the last operation that all peers are known to have begun, with fingerprints that fit
 DIFFERS = 352  # the operation in which fingerprints do not, when LATE_MISMATCH is returned
-EARLY_SLOTS = 360  # address of the early slots of rank 0
-EARLY_BYTES = 368  # rooted operations with pieces of up to so many bytes are those of early.py
+EAGER_SLOTS = 360  # address of the eager slots of rank 0
+EAGER_BYTES = 368  # rooted operations with pieces of up to so many bytes are those of eager.py
 CONTEXT_BYTES = 376
 MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
@@ -217,7 +271,6 @@ PLAN_META = 8  # the fingerprint (operations.py)
 PLAN_UNIT = 16  # bytes per element
 PLAN_FUNCTION = 24  # address of the reduction (reductions.py)
 PLAN_ROOT = 32  # the root, or -1 for all ranks
-PLAN_BYTES = 40
 
 NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
 
@@ -289,12 +342,12 @@ class Layout:
         return self.records + self.size * self.record_bytes
 
     @property
-    def early_slots(self) -> int:
+    def eager_slots(self) -> int:
         return self.slots + self.size * SLOTS_PER_RANK * self.slot_bytes
 
     @property
     def chunk_buffers(self) -> int:
-        return self.early_slots + self.size * WINDOW * EARLY_SLOT_BYTES
+        return self.eager_slots + self.size * WINDOW * EAGER_SLOT_BYTES
 
     @property
     def channels(self) -> int:

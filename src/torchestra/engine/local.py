@@ -30,8 +30,11 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
+from torchestra.engine.prepared import PreparedKernel
 from torchestra.engine.reclaiming import reclaim
+from torchestra.engine.recorder.flight_entries import SPAN_KINDS, SpanTimes
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
+from torchestra.engine.recorder.spans import record_span
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
@@ -287,7 +290,9 @@ class LocalEngine(Engine):
         """Run no kernel in a forked child, which has no place in the arena."""
         self.mailbox.forget()
         self.kernels.replace(partial(_refuse_in_child, self.context))
-        self.context.set_word(at.RESUME, 0)  # an operation that the parent is in is not the child's to abort
+        self.context.store_word(
+            at.RESUME, 0
+        )  # an operation that the parent is in is not the child's to abort
 
     @property
     def choices(self) -> Choices:
@@ -301,13 +306,13 @@ class LocalEngine(Engine):
     def choices(self, choices: Choices) -> None:
         choices.check(self.context.arena.buffer_bytes)
         self._choices = choices
-        self.context.set_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
-        self.context.set_word(at.DIRECT, choices.direct)
-        self.context.set_word(at.CHUNK, choices.chunk)
-        self.context.set_word(at.SHARE, choices.share)
-        self.context.set_word(at.PEER_CHUNK, choices.part(self.size))
-        self.context.set_word(at.EARLY_BYTES, choices.early)
-        self.context.set_word(at.STREAM_ABOVE, choices.stream_above)
+        self.context.store_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
+        self.context.store_word(at.DIRECT, choices.direct)
+        self.context.store_word(at.CHUNK, choices.chunk)
+        self.context.store_word(at.SHARE, choices.share)
+        self.context.store_word(at.PEER_CHUNK, choices.part(self.size))
+        self.context.store_word(at.EAGER_BYTES, choices.eager)
+        self.context.store_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(
         self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
@@ -334,7 +339,7 @@ class LocalEngine(Engine):
             if code := kernel(*arguments):
                 self.context.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
-            self.leave_halfway(error)
+            self.abandon_operation(error)
             raise
 
     def prepare(self, plan: LocalPlan, inputs: Tensors, outputs: Tensors) -> Prepared:
@@ -348,7 +353,7 @@ class LocalEngine(Engine):
             if code := kernel(*arguments):
                 self.context.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
-            self.leave_halfway(error)
+            self.abandon_operation(error)
             raise
 
     def exchanging(
@@ -398,7 +403,7 @@ class LocalEngine(Engine):
         return self.mailbox.wait(transfer)
 
     def check_messages(self) -> None:
-        self.mailbox.look()
+        self.mailbox.check()
 
     def waiter(self, timeout_s: float) -> MessageWaiter:
         """Return the waiter for messages with this time-out."""
@@ -413,6 +418,10 @@ class LocalEngine(Engine):
     def is_in_heap(self, address: int) -> bool:
         return self.context.heap.offset_of(address) != at.NOT_SHARED
 
+    def heap_of(self, rank: int) -> int | None:
+        arena = self.context.arena
+        return int(arena.heaps.ctypes.data) + rank * arena.layout.heap_bytes
+
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
 
@@ -420,7 +429,11 @@ class LocalEngine(Engine):
         scale(tensor.dtype, tensor.data_ptr(), factor, tensor.numel())
 
     def sequence_number(self) -> int:
-        return self.context.word(at.SEQUENCE)
+        return self.context.load_word(at.SEQUENCE)
+
+    def record_spans(self, step: int, spans: Sequence[SpanTimes]) -> None:
+        for kind, began_ns, ended_ns, index, nbytes in spans:
+            record_span(self.context.address, SPAN_KINDS.index(kind), began_ns, ended_ns, step, index, nbytes)
 
     def flight_record(self) -> FlightRecord:
         return read_flight_record(self.context.arena)
@@ -429,6 +442,11 @@ class LocalEngine(Engine):
     def is_aborted(self) -> bool:
         return self.context.is_aborted
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether a kernel has begun the current operation, and not ended it."""
+        return self.context.load_word(at.RESUME) != 0
+
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
         self.context.abort(why, failed=tuple(failed))
 
@@ -436,49 +454,19 @@ class LocalEngine(Engine):
         self.mailbox.close()
         self.context.leave()
 
-    def leave_halfway(self, error: BaseException) -> None:
+    def abandon_operation(self, error: BaseException) -> None:
         """After an exception, refuse all further operations if the current one has not ended.
 
         The exception may be a KeyboardInterrupt at any point since the kernel was first called.
         """
         self.context.note_failure()
-        if self.context.word(at.RESUME):
+        if self.is_unfinished:
             try:
-                self.context.leave_halfway(error)
+                self.context.abandon_operation(error)
             finally:
                 # Not a method of this object, which would then hold itself, and the arena, once it is closed.
                 self.kernels.replace(partial(_refuse, self.context))
                 reclaim(self.context)
-
-
-class PreparedKernel:
-    """A kernel and its arguments, for repeated calls.
-
-    Attributes:
-        name: of the kernel.
-        arguments: the plan's address first.
-        tables: the values for the tables by peer; None if the kernel reads none.
-    """
-
-    def __init__(
-        self,
-        engine: LocalEngine,
-        name: str,
-        arguments: Arguments,
-        tables: npt.NDArray[np.int64] | None,
-    ) -> None:
-        self._engine = engine
-        self.name = name
-        self.arguments = arguments
-        self.tables = tables
-
-    def __call__(self, timeout_s: float, site: str | None = None) -> None:
-        """Call the kernel until it is done."""
-        engine = self._engine
-        if self.tables is not None:
-            engine.context.set_tables(self.tables)
-        # Looked up by name, as another function replaces it when the group cannot be used any more.
-        engine.call(getattr(engine.kernels, self.name), self.arguments, timeout_s, site)
 
 
 def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:

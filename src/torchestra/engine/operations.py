@@ -95,7 +95,6 @@ class Collective:
         sparse: it takes sparse COO tensors as well.
         functional: the operator in ``torch.ops.torchestra``; "" if there is none.
         on_devices: NCCL and similar backends have it; if not, tensors of a device go through the host.
-        synchronises: no rank ends it before every other has begun it.
         traced_as: its name in torch's profilers.
         in_place: it replaces the tensor that it reads.
         moves: it only moves elements between tensors, and so takes complex ones as pairs of reals.
@@ -121,7 +120,6 @@ class Collective:
     sparse: bool = False
     functional: str = ""
     on_devices: bool = True
-    synchronises: bool = False
     traced_as: str = ""
     in_place: bool = field(init=False, default=False)
     moves: bool = field(init=False, default=False)
@@ -170,7 +168,6 @@ ALL_REDUCE = add(
         multi_tensor=True,
         sparse=True,
         functional="all_reduce",
-        synchronises=True,
     )
 )
 ALL_REDUCE_LIST = replace(
@@ -222,7 +219,6 @@ ALL_GATHER = add(
         options="AllgatherOptions",
         coalesced="allgather_coalesced",
         multi_tensor=True,
-        synchronises=True,
     )
 )
 ALL_GATHER_INTO_TENSOR = add(
@@ -239,7 +235,6 @@ ALL_GATHER_INTO_TENSOR = add(
         options="AllgatherOptions",
         coalesced="allgather_into_tensor_coalesced",
         functional="all_gather_into_tensor",
-        synchronises=True,
         traced_as="all_gather",
     )
 )
@@ -277,7 +272,6 @@ REDUCE_SCATTER = add(
         Shape.OWN,
         reduces=True,
         options="ReduceScatterOptions",
-        synchronises=True,
     )
 )
 REDUCE_SCATTER_TENSOR = add(
@@ -294,7 +288,6 @@ REDUCE_SCATTER_TENSOR = add(
         options="ReduceScatterOptions",
         coalesced="reduce_scatter_tensor_coalesced",
         functional="reduce_scatter_tensor",
-        synchronises=True,
         traced_as="reduce_scatter",
     )
 )
@@ -308,7 +301,6 @@ ALL_TO_ALL = add(
         Shape.PAIRS,
         method="alltoall",
         options="AllToAllOptions",
-        synchronises=True,
     )
 )
 ALL_TO_ALL_SINGLE = add(
@@ -325,7 +317,6 @@ ALL_TO_ALL_SINGLE = add(
         method_aliases=("all_to_all_single",),
         options="AllToAllOptions",
         functional="all_to_all_single",
-        synchronises=True,
         traced_as="all_to_all",
     )
 )
@@ -360,7 +351,6 @@ BARRIER = add(
         "Return when every rank has called, and has finished what it called before.",
         shape=Shape.NONE,
         options="BarrierOptions",
-        synchronises=True,
     )
 )
 

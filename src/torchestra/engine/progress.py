@@ -30,12 +30,13 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from torchestra.engine.entry_layout import State
 from torchestra.engine.kernels import doorbell
 from torchestra.system.limits import start_thread
 
-LetGo = Callable[[], None]
+Dequeue = Callable[[], None]
 
 
 class Task(Protocol):
@@ -50,8 +51,8 @@ class Task(Protocol):
     ran: bool
     interrupt: BaseException | None
 
-    def __call__(self, let_go: LetGo) -> None:
-        """Run; call ``let_go`` when all is done but telling the threads that wait; raise nothing.
+    def __call__(self, dequeue: Dequeue) -> None:
+        """Run; call ``dequeue`` when all is done but telling the threads that wait; raise nothing.
 
         On a thread that handles signals an interrupt may be raised all the same, between any two lines. Then
         it is called again if it had begun, and must do the rest.
@@ -66,7 +67,7 @@ _GRACE_SECONDS = 100e-6
 _started: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
 
 
-def let_tasks_end(seconds: float = _EXIT_SECONDS) -> None:
+def await_running_tasks(seconds: float = _EXIT_SECONDS) -> None:
     """At exit, wait for tasks that are about to end, at most ``seconds`` for each group.
 
     A daemon that is inside torch's C++ code while the interpreter ends may take the process down with
@@ -77,7 +78,7 @@ def let_tasks_end(seconds: float = _EXIT_SECONDS) -> None:
             each.drain(seconds)
 
 
-atexit.register(let_tasks_end)
+atexit.register(await_running_tasks)
 
 
 class ProgressThread:
@@ -88,9 +89,17 @@ class ProgressThread:
         grace: for how many seconds a task may stand in the queue that another thread might come to wait for,
             and so run.
         state: is told how many tasks are pending.
+        depth: an array of one word, which is told how many tasks were submitted and are not begun.
     """
 
-    def __init__(self, name: str, grace: float = _GRACE_SECONDS, state: State | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        grace: float = _GRACE_SECONDS,
+        state: State | None = None,
+        depth: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        self._depth = np.zeros(1, dtype=np.int64) if depth is None else depth
         self._state = State() if state is None else state
         self._name = name
         # Each with its number; counted from 1.
@@ -104,6 +113,7 @@ class ProgressThread:
         self._words = np.zeros(doorbell.DOORBELL_WORDS, dtype=np.int64)
         self._words[doorbell.GRACE // 8 :] = divmod(round(grace * 1e9), 1_000_000_000)
         self._address: int = self._words.ctypes.data
+        self._begun = 0  # the number of the task that was begun last
         self.pending = 0
         """How many tasks have been submitted and are not over. Read without a lock: it is 0
         only when nothing that this thread submitted is still to run."""
@@ -122,6 +132,8 @@ class ProgressThread:
                 self._tasks.append((int(self._words[doorbell.SUBMITTED // 8]) + 1, task))
             finally:
                 if self._tasks and self._tasks[-1][1] is task:
+                    # Under the lock, as where a task is begun; the first in the queue may be running.
+                    self._depth[0] = len(self._tasks) - (self._begun == self._tasks[0][0])
                     doorbell.ring(self._address)
                 else:
                     self.pending = self._state.pending = self.pending - 1
@@ -178,7 +190,7 @@ class ProgressThread:
         """Wait at most ``timeout_s`` until all tasks submitted so far have ended and told so."""
         if self._thread is None or not self._thread.is_alive() or self.is_current():
             return
-        last = _Last()
+        last = _DrainTask()
         self.submit(last)
         self.start_now()
         last.over.wait(timeout_s)
@@ -217,13 +229,16 @@ class ProgressThread:
                     self._words[doorbell.BEGUN // 8] = self._words[doorbell.SUBMITTED // 8]
 
     def _run_task(self, number: int, task: Task) -> None:
-        let_go = partial(self._let_go, number)
+        dequeue = partial(self._dequeue, number)
         try:
             self._words[doorbell.BEGUN // 8] = number
-            task(let_go)
+            with self._lock:
+                self._begun = number
+                self._depth[0] = len(self._tasks) - 1
+            task(dequeue)
         except BaseException:
             if task.ran:
-                task(let_go)
+                task(dequeue)
             raise
         finally:
             if self._tasks and self._tasks[0][0] == number:
@@ -231,14 +246,14 @@ class ProgressThread:
                 with self._lock:
                     doorbell.ring(self._address)
 
-    def _let_go(self, number: int) -> None:
+    def _dequeue(self, number: int) -> None:
         with self._lock:
             if self._tasks and self._tasks[0][0] == number:
                 self.pending = self._state.pending = self.pending - 1
                 self._tasks.popleft()
 
 
-class _Last(Task):
+class _DrainTask(Task):
     """The task that :meth:`ProgressThread.drain` waits for."""
 
     def __init__(self) -> None:
@@ -246,9 +261,9 @@ class _Last(Task):
         self.interrupt = None
         self.over = threading.Event()
 
-    def __call__(self, let_go: LetGo) -> None:
+    def __call__(self, dequeue: Dequeue) -> None:
         self.ran = True
-        let_go()
+        dequeue()
         self.over.set()
 
     def is_bound(self) -> bool:

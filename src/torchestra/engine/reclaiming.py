@@ -32,7 +32,7 @@ from torchestra.errors import DistBackendError
 _WRITTEN_BY_PEERS = (Kind.all_reduce, Kind.reduce)
 _SECONDS_FOR_PROCESSES = 0.05
 _SECONDS_FOR_THREADS = 60.0
-_FIRST_NAP, _LONGEST_NAP = 0.0002, 0.01
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
 
 def reclaim(context: RankContext) -> None:
@@ -44,14 +44,14 @@ def reclaim(context: RankContext) -> None:
         DistBackendError: a peer may still do so: a thread that gets no core, or a process where there is no
             memory for a copy.
     """
-    shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.word(at.SEQUENCE))
+    shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.load_word(at.SEQUENCE))
     threads = isinstance(context.peers, PeerThreads)
     start, length = _tensor(context)
     deadline = time.monotonic() + (_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES)
-    nap = _FIRST_NAP
+    pause = _FIRST_PAUSE
     while (inside := _inside(context)) and length > 0 and time.monotonic() < deadline:
-        time.sleep(nap)
-        nap = min(nap * 1.3, _LONGEST_NAP)
+        time.sleep(pause)
+        pause = min(pause * 1.3, _LONGEST_PAUSE)
     if length == 0 or (context.is_aborted and not inside):
         return
     problem = f"has been there for {_SECONDS_FOR_THREADS:g} s"
@@ -74,15 +74,15 @@ def _own_block(context: RankContext) -> int:
 
 def _tensor(context: RankContext) -> tuple[int, int]:
     """Return where in the heaps the tensor lies that peers write into, and its bytes: 0 if none do."""
-    sequence = context.word(at.SEQUENCE)
+    sequence = context.load_word(at.SEQUENCE)
     line = context.arena.address + context.arena.flag_line(context.rank, sequence)
     flag, meta, count, offset = (
         shared_words.load_acquire(line + word) for word in (at.FLAG, at.META, at.COUNT, at.SHARED)
     )
     length = count * operations.unit_of(meta)
-    if flag >> at.STEP_BITS != sequence or meta & 0xFF not in _WRITTEN_BY_PEERS or meta & at.EARLY:
+    if flag >> at.STEP_BITS != sequence or meta & 0xFF not in _WRITTEN_BY_PEERS or meta & at.EAGER:
         return 0, 0
-    if length <= context.word(at.DIRECT) or offset == at.NOT_SHARED:
+    if length <= context.load_word(at.DIRECT) or offset == at.NOT_SHARED:
         return 0, 0
     return context.rank * context.arena.layout.heap_bytes + offset, length
 

@@ -17,20 +17,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from torchestra.store import Store
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ThreadRank:
     """A rank that is a thread.
 
     Attributes:
         rank, size, store: its number, how many there are, and the store they share.
         thread: the one that the rank's program runs in: while it lives the rank does.
-        world: the rank's registry of groups, which belongs to a layer above this one.
+        world, worker: the rank's registry of groups and its RPC worker, if any; of layers above this one.
         host: which host it pretends to be on; ranks with different ones share no memory. Empty: this one.
     """
 
@@ -40,6 +41,7 @@ class ThreadRank:
     thread: threading.Thread
     world: object
     host: str = ""
+    worker: Any = None
 
 
 _here: ContextVar[ThreadRank | None] = ContextVar("torchestra_thread_rank", default=None)

@@ -29,7 +29,7 @@ __all__ = ["Table", "choices_for_group", "file_name", "forget", "keep", "table"]
 Table = Mapping[int, Choices]
 """Thresholds by the number of ranks of a group."""
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 _NAMES = tuple(field.name for field in fields(Choices))
 
 
@@ -48,12 +48,12 @@ def choices_for_group(size: int, buffer_bytes: int) -> Choices:
 @functools.cache
 def table() -> Table:
     """Return the thresholds in the first file that exists; read once per process."""
-    for place in candidates():
-        path = place.folder / file_name()
+    for directory in candidates():
+        path = directory.folder / file_name()
         if not os.path.lexists(path):
             continue
         try:
-            if reason := distrust(place.folder):
+            if reason := distrust(directory.folder):
                 raise PermissionError(reason)
             return _parsed(_read(path))
         except (OSError, ValueError) as error:
@@ -67,10 +67,10 @@ def keep(measured: Table) -> Path:
     Raises:
         DistBackendError: there is no directory that nobody else can write to.
     """
-    place, refused = choose()
-    if place is None:
+    directory, refused = choose()
+    if directory is None:
         raise DistBackendError(f"no directory can be used to keep thresholds: {'; '.join(refused)}")
-    path = place.folder / file_name()
+    path = directory.folder / file_name()
     known = {str(size): asdict(choices) for size, choices in sorted({**table(), **measured}.items())}
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}.tmp")
     try:
@@ -87,8 +87,8 @@ def keep(measured: Table) -> Path:
 def forget() -> list[Path]:
     """Remove the thresholds kept for this machine; return the files that there were."""
     removed = []
-    for place in candidates():
-        path = place.folder / file_name()
+    for directory in candidates():
+        path = directory.folder / file_name()
         with contextlib.suppress(OSError):
             path.unlink()
             removed.append(path)
@@ -112,7 +112,7 @@ def _processor() -> str:
 
 def _read(path: Path) -> str:
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-        return file.read(_MOST_BYTES).decode()
+        return file.read(_MAX_BYTES).decode()
 
 
 def _parsed(text: str) -> Table:
@@ -125,6 +125,6 @@ def _parsed(text: str) -> Table:
         if not (size.isdecimal() and isinstance(numbers, dict) and set(numbers) == set(_NAMES)):
             raise ValueError(f"for {size} ranks it must have {', '.join(_NAMES)}, and nothing else")
         if not all(type(number) is int for number in numbers.values()):
-            raise ValueError(f"for {size} ranks it has other things than whole numbers")
+            raise ValueError(f"for {size} ranks it has a value that is not a whole number")
         parsed[int(size)] = Choices(**numbers)
     return parsed

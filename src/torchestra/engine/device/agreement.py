@@ -58,7 +58,7 @@ class Agreement(NamedTuple):
         return self._replace(identities=[self.identities[rank] for rank in ranks])
 
 
-class Card(NamedTuple):
+class DeviceRecord(NamedTuple):
     """A rank's device and its identity, or the reason why it has none."""
 
     device: torch.device | None
@@ -66,7 +66,7 @@ class Card(NamedTuple):
     reason: str
 
 
-def announce(store: Store, rank: int, request: DeviceRequest, local_rank: int | None) -> Card | None:
+def announce(store: Store, rank: int, request: DeviceRequest, local_rank: int | None) -> DeviceRecord | None:
     """Tell which device this rank has, if it has one to name. Must be called before the ranks meet.
 
     Args:
@@ -84,37 +84,39 @@ def announce(store: Store, rank: int, request: DeviceRequest, local_rank: int | 
         return None
     if reason and not request.required:
         return None
-    card = Card(None, "", reason) if reason else _card_of(request.device, local_rank)
-    store.append(_KEY, json.dumps([rank, card.identity, card.reason]) + "\n")
-    return card
+    record = DeviceRecord(None, "", reason) if reason else _record_of(request.device, local_rank)
+    store.append(_KEY, json.dumps([rank, record.identity, record.reason]) + "\n")
+    return record
 
 
-def _card_of(device: torch.device | None, local_rank: int | None) -> Card:
+def _record_of(device: torch.device | None, local_rank: int | None) -> DeviceRecord:
     index = None if device is None else device.index
     if index is None and not torch.cuda.is_initialized() and local_rank is not None:
         index = local_rank % torch.cuda.device_count()
     if index is None:
         index = torch.cuda.current_device()
     identity = str(torch.cuda.get_device_properties(index).uuid)
-    return Card(torch.device("cuda", index), identity, "")
+    return DeviceRecord(torch.device("cuda", index), identity, "")
 
 
-def agree(store: Store, size: int, name: str, card: Card | None, request: DeviceRequest) -> Agreement | None:
+def agree(
+    store: Store, size: int, name: str, record: DeviceRecord | None, request: DeviceRequest
+) -> Agreement | None:
     """Return the agreement; None if the group does not delegate. Must be called after the ranks have met.
 
     Raises:
         DistBackendError: NCCL is asked for and cannot be had; on all ranks that have asked.
     """
-    if card is None:
+    if record is None:
         return None
     told = [json.loads(line) for line in store.get(_KEY).decode().splitlines()]
     identities = {rank: identity for rank, identity, _ in told if identity}
-    if card.device is not None and len(set(identities.values())) == size:
-        return Agreement(card.device, [identities[rank] for rank in range(size)], request.required)
+    if record.device is not None and len(set(identities.values())) == size:
+        return Agreement(record.device, [identities[rank] for rank in range(size)], request.required)
     if not request.required:
         return None
     raise DistBackendError(
-        f'group {name!r}: backend "nccl" is asked for, and cannot be had: {_reasons(told, identities, size)}'
+        f'group {name!r}: backend "nccl" was asked for but cannot be used: {_reasons(told, identities, size)}'
     )
 
 

@@ -23,7 +23,7 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.system.deadline import Deadline
 
-_LOOK_SECONDS = 1e-3
+_POLL_SECONDS = 1e-3
 _LIVENESS_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
 
@@ -44,7 +44,7 @@ class PendingOperation(NamedTuple):
     site: str
 
 
-class Watch:
+class CompletionThread:
     """Watch a group's operations on a device, in a thread.
 
     Args:
@@ -68,7 +68,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._suspect: int | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def add(self, pending: PendingOperation) -> None:
         """Watch an operation."""
@@ -84,7 +84,7 @@ class Watch:
 
     def drain(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until nothing is under way; return whether that is so."""
-        return any(not (self._pending or self._waiting) for _ in Deadline(seconds).polls(_LOOK_SECONDS))
+        return any(not (self._pending or self._waiting) for _ in Deadline(seconds).polls(_POLL_SECONDS))
 
     def close(self) -> None:
         """End the thread, and give up what is still under way."""
@@ -113,12 +113,12 @@ class Watch:
                 try:
                     if self._is_closed:
                         raise DistBackendError(f"group {self._name!r} was destroyed while it was under way")
-                    self._look()
+                    self._check_all()
                 except Exception as error:
                     self.fail(error)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         # An entry stays in its queue while it is checked: drain() takes one that is in neither queue for
         # ended.
         for _ in range(len(self._waiting)):
@@ -136,8 +136,8 @@ class Watch:
         now = time.monotonic()
         if not self._pending:
             self._suspect = None
-        elif now >= self._next_look:
-            self._next_look = now + _LIVENESS_SECONDS
+        elif now >= self._next_check:
+            self._next_check = now + _LIVENESS_SECONDS
             for pending in tuple(self._pending):
                 self._check(pending)
 
@@ -152,7 +152,8 @@ class Watch:
             f" {context.group_rank} (the timeout is {pending.deadline.timeout_s:g} s); it was called at"
             f" {pending.site}."
         )
-        context.abort(message, explain=partial(context.report, range(context.size), pending.site))
+        elsewhere = context.ask_elsewhere()
+        context.abort(message, explain=partial(context.report, range(context.size), pending.site, elsewhere))
         raise CollectiveTimeoutError(str(context.aborted()))
 
     def fail(self, error: Exception) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchestra.engine.device.launching import EVERYBODY, LateBackend
+from torchestra.engine.device.launching import ALL_RANKS, LateBackend
 from torchestra.engine.device.nccl import bindings
 from torchestra.engine.device.stream_scheduler import StreamScheduler
 from torchestra.engine.device.views import at, flat, raw, spanning
@@ -58,7 +58,7 @@ class DevicePlan(NamedTuple):
     site: str | None = None
 
 
-class Joint:
+class CombinedWork:
     """Several of torch's Works as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -123,7 +123,7 @@ class DeviceEngine(Engine):
             together: their order does not matter.
         """
 
-        def begin(backend: Any) -> Joint:
+        def begin(backend: Any) -> CombinedWork:
             grouped = together and backend.supports_coalescing
             if grouped:
                 backend._start_coalescing(self.scheduler.device)
@@ -134,11 +134,11 @@ class DeviceEngine(Engine):
                 for is_send, tensor, rank in batch
                 if tensor.numel()
             ]
-            return Joint([backend._end_coalescing(self.scheduler.device)] if grouped else works)
+            return CombinedWork([backend._end_coalescing(self.scheduler.device)] if grouped else works)
 
         ends: set[Hashable] = {(together, rank) for _, _, rank in batch}
         if together:
-            ends.add(EVERYBODY)  # torch connects all ranks for a batch
+            ends.add(ALL_RANKS)  # torch connects all ranks for a batch
         doing = ", ".join(
             f"{'send to' if is_send else 'recv from'} rank {rank}" for is_send, _, rank in batch
         )
@@ -180,8 +180,8 @@ class DeviceEngine(Engine):
             return  # on all ranks
         meta = pack(plan.row.kind, plan.dtype, plan.op, plan.root)
         doing = f"{describe(meta, count)} on {self.scheduler.device}"
-        work = self._backend.launch(doing, plan.timeout_s, plan.site, begin, {EVERYBODY})
-        self._backend.settle(work, doing)
+        work = self._backend.launch(doing, plan.timeout_s, plan.site, begin, {ALL_RANKS})
+        self._backend.order_after(work, doing)
 
     def options(self, kind: str, timeout_s: float, **values: Any) -> Any:
         """Return an object of torch's options class for ``kind``, with values."""
@@ -239,8 +239,8 @@ def _all_gather(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs
         if output.numel()
     ]
 
-    def begin(backend: Any) -> Joint:
-        return Joint([backend.broadcast([raw(output)], options) for output, options in roots])
+    def begin(backend: Any) -> CombinedWork:
+        return CombinedWork([backend.broadcast([raw(output)], options) for output, options in roots])
 
     engine.launch(plan, outputs, begin)
 

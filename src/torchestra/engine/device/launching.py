@@ -12,19 +12,19 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn
 
-from torchestra.engine.device.completion import PendingOperation, Watch
+from torchestra.engine.device.completion import CompletionThread, PendingOperation
 from torchestra.engine.device.stream_scheduler import StreamScheduler
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistError
 from torchestra.system.deadline import Deadline
 
-EVERYBODY = "everybody"
+ALL_RANKS = "everybody"
 """With whom an operation of the whole group connects."""
 
 _CAUSE_SECONDS = 1.0
-_CAUSE_LOOK_SECONDS = 0.05
-_CONNECT_LOOK_SECONDS = 2e-3
+_CAUSE_POLL_SECONDS = 0.05
+_CONNECT_POLL_SECONDS = 2e-3
 _CLOSE_SECONDS = 5.0
 
 
@@ -51,7 +51,7 @@ class LateBackend:
         open_backend: Callable[[], tuple[Any, Any]],
     ) -> None:
         self.scheduler = scheduler
-        self.watch = Watch(context, name, self._abort)
+        self.watch = CompletionThread(context, name, self._abort)
         self.launched = 0
         self._context = context
         self._open_backend = open_backend
@@ -93,10 +93,10 @@ class LateBackend:
         self.watch.add(PendingOperation(doing, work.is_completed, Deadline(seconds), site))
         return work
 
-    def settle(self, work: Any, doing: str) -> None:
+    def order_after(self, work: Any, doing: str) -> None:
         """Order later launches after this Work."""
         try:
-            self.scheduler.settle(work, self.refuse)
+            self.scheduler.order_after(work, self.refuse)
         except RuntimeError as error:
             self._raise_cause(doing, error)
 
@@ -129,7 +129,7 @@ class LateBackend:
 
         threading.Thread(target=launch, name="torchestra-devices-connect", daemon=True).start()
         self.watch.add(PendingOperation(doing, ended.is_set, Deadline(seconds), site))
-        while not ended.wait(_CONNECT_LOOK_SECONDS):
+        while not ended.wait(_CONNECT_POLL_SECONDS):
             self.refuse()
         (result,) = outcome
         if isinstance(result, Exception):
@@ -142,7 +142,7 @@ class LateBackend:
             raise error
         context, suspect = self._context, None
         try:
-            for _ in Deadline(_CAUSE_SECONDS).polls(_CAUSE_LOOK_SECONDS):
+            for _ in Deadline(_CAUSE_SECONDS).polls(_CAUSE_POLL_SECONDS):
                 self.refuse()
                 suspect = context.check(doing, None, None, suspect, alone=True)
             context.abort(f"rank {context.group_rank}: {doing} failed: {str(error).splitlines()[0]}")

@@ -43,7 +43,7 @@ class StreamScheduler(Protocol):
     def run(self, operation: Callable[[], None], *, async_op: bool) -> DeviceEvent:
         """Launch an operation: before what the caller launches next, or concurrently if ``async_op``."""
 
-    def settle(self, work: Any, refuse: Refuse) -> None:
+    def order_after(self, work: Any, refuse: Refuse) -> None:
         """In an operation, order later launches after a torch Work."""
 
     def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:
@@ -105,7 +105,7 @@ class CudaScheduler(StreamScheduler):
                 error = failure
             return _CudaEvent(self.device, self._side.record_event(), error)
 
-    def settle(self, work: Any, refuse: Refuse) -> None:
+    def order_after(self, work: Any, refuse: Refuse) -> None:
         work.wait()
 
     def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:

@@ -23,10 +23,10 @@ from __future__ import annotations
 from torchestra.engine import entry_layout as e
 from torchestra.engine.entries.plain_calls import (
     dtype_of,
-    general_way,
     is_int,
-    look_at,
     plan_for,
+    read_view,
+    slow_path,
 )
 from torchestra.engine.entries.python_interface import word_of
 from torchestra.engine.entries.running import (
@@ -37,7 +37,7 @@ from torchestra.engine.entries.running import (
     BROADCAST,
     REDUCE_SCATTER_EVEN,
     is_free,
-    learn,
+    make_plan,
     run,
     timeout_of,
 )
@@ -56,14 +56,14 @@ def _in_place(own, arguments, number, keywords, which, reduces, rooted):
     if (
         not is_free(entry, arguments, number, keywords, required)
         or (rooted and not is_int(access, load(arguments + (1 + reduces) * 8)))
-        or not look_at(access, load(arguments), view)
+        or not read_view(access, load(arguments), view)
     ):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     op = load(arguments + 8) if reduces else 0
     root = word_of(load(arguments + (1 + reduces) * 8), entry + e.ARGUMENTS_AT) if rooted else 0
     plan = plan_for(entry, dtype_of(view), op, root)
     if plan == 0:
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     count = load(view + e.VIEW_COUNT)
     nbytes = load(view + e.VIEW_LENGTH)
     timeout = timeout_of(entry, arguments, number, required)
@@ -96,7 +96,7 @@ def _are_plain(entry, arguments, number, keywords, required):
     output = entry + e.VIEWS
     given = output + e.VIEW_BYTES
     access = load(entry + e.ACCESS)
-    if not look_at(access, load(arguments), output) or not look_at(access, load(arguments + 8), given):
+    if not read_view(access, load(arguments), output) or not read_view(access, load(arguments + 8), given):
         return False
     return dtype_of(output) == dtype_of(given)
 
@@ -110,10 +110,10 @@ def all_gather_into_tensor(own, arguments, number, keywords):
     if not _are_plain(entry, arguments, number, keywords, 2) or load(output + e.VIEW_COUNT) != load(
         given + e.VIEW_COUNT
     ) * load(entry + e.SIZE):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     plan = plan_for(entry, dtype_of(given), 0, 0)
     if plan == 0:
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     count = load(given + e.VIEW_COUNT)
     nbytes = load(output + e.VIEW_LENGTH)
     source = load(given + e.VIEW_DATA)
@@ -130,10 +130,10 @@ def reduce_scatter_tensor(own, arguments, number, keywords):
     if not _are_plain(entry, arguments, number, keywords, 3) or load(given + e.VIEW_COUNT) != load(
         output + e.VIEW_COUNT
     ) * load(entry + e.SIZE):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     plan = plan_for(entry, dtype_of(given), load(arguments + 16), 0)
     if plan == 0:
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     count = load(output + e.VIEW_COUNT)
     nbytes = load(given + e.VIEW_LENGTH)
     source = load(given + e.VIEW_DATA)
@@ -148,8 +148,8 @@ def _have_equal_rows(output, given, ranks):
     if dimensions == 0 or load(given + e.VIEW_DIMENSIONS) & _LOW != dimensions:
         return False
     shape = load(output + e.VIEW_SHAPE)
-    for place in range(dimensions):
-        if load(shape + place * 8) != load(load(given + e.VIEW_SHAPE) + place * 8):
+    for dimension in range(dimensions):
+        if load(shape + dimension * 8) != load(load(given + e.VIEW_SHAPE) + dimension * 8):
             return False
     return load(shape) % ranks == 0
 
@@ -168,10 +168,10 @@ def all_to_all_single(own, arguments, number, keywords):
         or load(arguments + 24) != none
         or not _have_equal_rows(output, given, ranks)
     ):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     plan = plan_for(entry, dtype_of(given), 0, 0)
     if plan == 0:
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     nbytes = load(given + e.VIEW_LENGTH)
     source = load(given + e.VIEW_DATA)
     timeout = timeout_of(entry, arguments, number, 4)
@@ -184,6 +184,6 @@ def barrier(own, arguments, number, keywords):
     """Run ``barrier(async_op=False, timeout_s=None)``."""
     entry = load(own + e.HEADER)
     if not is_free(entry, arguments, number, keywords, 0) or load(load(entry + e.STATE) + e.USES_DEVICE) != 0:
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     plan = load(load(entry + e.PLANS) + e.PLAN)
     return run(entry, BARRIER, plan, 0, 0, 0, 0, timeout_of(entry, arguments, number, 0))

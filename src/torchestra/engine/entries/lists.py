@@ -13,11 +13,11 @@ from torchestra.engine import entry_layout as e
 from torchestra.engine import layout as at
 from torchestra.engine.entries.plain_calls import (
     dtype_of,
-    general_way,
     is_int,
     is_list,
-    look_at,
     plan_for,
+    read_view,
+    slow_path,
 )
 from torchestra.engine.entries.python_interface import list_item, list_length, word_of
 from torchestra.engine.entries.running import (
@@ -27,7 +27,7 @@ from torchestra.engine.entries.running import (
     SCATTER,
     SHARE,
     is_free,
-    learn,
+    make_plan,
     run,
     timeout_of,
 )
@@ -58,7 +58,7 @@ def _read_list(entry, tensors, like, table, written):
     view = like + e.VIEW_BYTES
     length = load(like + e.VIEW_LENGTH)
     for peer in range(ranks):
-        if not look_at(access, list_item(tensors, peer), view):
+        if not read_view(access, list_item(tensors, peer), view):
             return False
         if dtype_of(view) != dtype_of(like) or load(view + e.VIEW_LENGTH) != length:
             return False
@@ -86,9 +86,9 @@ def _by_rank(own, arguments, number, keywords, which, listed, third):
     if (
         not is_free(entry, arguments, number, keywords, required)
         or (third == _ROOT and not is_int(access, load(arguments + 16)))
-        or not look_at(access, load(arguments + (1 - listed) * 8), view)
+        or not read_view(access, load(arguments + (1 - listed) * 8), view)
     ):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     context = load(load(entry + e.STATE) + e.CONTEXT)
     ranks = load(entry + e.SIZE)
     length = load(view + e.VIEW_LENGTH)
@@ -98,15 +98,15 @@ def _by_rank(own, arguments, number, keywords, which, listed, third):
     tensors = load(arguments + listed * 8)
     if root == load(context + RANK):
         if not _read_list(entry, tensors, view, table, listed == 0):
-            return general_way(entry, arguments, number, keywords)
+            return slow_path(entry, arguments, number, keywords)
     elif tensors == load(access + e.NONE):
         _fill(table, ranks, 0)
     else:
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     op = load(arguments + 16) if third == _OP else 0
     plan = plan_for(entry, dtype_of(view), op, root if third == _ROOT else 0)
     if plan == 0:
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     _fill(lengths, ranks, length)
     address = load(view + e.VIEW_DATA)
     if which == SCATTER:
@@ -154,14 +154,14 @@ def _write_iovec(entry, tensors, number):
     addresses = starts + (number + 1) * 8
     count = 0
     dtype = 0
-    for place in range(number):
-        if not look_at(access, list_item(tensors, place), view):
+    for index in range(number):
+        if not read_view(access, list_item(tensors, index), view):
             return False
-        if place > 0 and dtype_of(view) != dtype:
+        if index > 0 and dtype_of(view) != dtype:
             return False
         dtype = dtype_of(view)
-        store(starts + place * 8, count)
-        store(addresses + place * 8, load(view + e.VIEW_DATA))
+        store(starts + index * 8, count)
+        store(addresses + index * 8, load(view + e.VIEW_DATA))
         count += load(view + e.VIEW_COUNT)
     store(starts + number * 8, count)
     return True
@@ -176,15 +176,15 @@ def all_reduce_list(own, arguments, number, keywords):
         or not is_list(load(entry + e.ACCESS), load(arguments))
         or list_length(load(arguments)) < 1
     ):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     tensors = list_length(load(arguments))
     if tensors > load(entry + e.LONGEST_LIST):
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     if not _write_iovec(entry, load(arguments), tensors):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     plan = plan_for(entry, dtype_of(entry + e.VIEWS), load(arguments + 8), 0)
     if plan == 0:
-        return learn(entry, arguments, number)
+        return make_plan(entry, arguments, number)
     iovec = load(entry + e.IOVEC)
     count = load(iovec + tensors * 8)
     timeout = timeout_of(entry, arguments, number, 2)

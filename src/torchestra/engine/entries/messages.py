@@ -11,11 +11,11 @@ one. A call is *plain* if
 
 A message that is short, and has room or is there, is moved with the interpreter's lock held
 (p2p/immediate.py). Otherwise it is released while a kernel (p2p/kernels.py) moves the message, or waits for
-it. What that leaves, since something else is under way, or Python must have a look, is done by ``go_on``, in
-Python, with what was read here.
+it. What that leaves, since something else is under way, or Python must have a look, is done by
+``finish_call``, in Python, with what was read here.
 
 Signals. A kernel that has not ended leaves BUSY to Python, which takes it over in the ``try`` that would give
-it back. HANDED_OVER says that it has not got there yet: if ``go_on`` raises and it is still set to this
+it back. HANDED_OVER says that it has not got there yet: if ``finish_call`` raises and it is still set to this
 thread, a handler has raised in its first line, and LEAVE gives the message up. No other thread has written it
 meanwhile: for that it would have had to find BUSY free.
 """
@@ -27,12 +27,12 @@ from __future__ import annotations
 from torchestra.engine import entry_layout as e
 from torchestra.engine.entries.plain_calls import (
     OBJECT_CLASS,
+    abandon_operation,
     dtype_of,
-    general_way,
     is_profiled,
-    leave_halfway,
-    look_at,
     plan_for,
+    read_view,
+    slow_path,
 )
 from torchestra.engine.entries.python_interface import (
     add_reference,
@@ -50,7 +50,7 @@ from torchestra.engine.p2p.immediate import receive_now, send_now
 from torchestra.engine.p2p.kernels import transfer
 
 _PEER, _TAG, _OVERFLOW = e.ARGUMENTS_AT, e.ARGUMENTS_AT + 8, e.ARGUMENTS_AT + 16
-_REQUIRED, _MOST = 2, 4
+_MIN_ARGUMENTS, _MAX_ARGUMENTS = 2, 4
 
 
 @kernel
@@ -69,7 +69,7 @@ def _read_address(entry, arguments, number, sending):
         if peer < 0 or peer >= load(entry + e.SIZE):
             return False
         store(entry + _PEER, peer)
-    if number > _REQUIRED:
+    if number > _MIN_ARGUMENTS:
         tag = load(arguments + 16)
         if load(tag + OBJECT_CLASS) != load(access + e.INTEGER):
             return False
@@ -79,20 +79,21 @@ def _read_address(entry, arguments, number, sending):
 
 @kernel
 def _is_plain(entry, arguments, number, keywords, sending):
-    if keywords != 0 or number < _REQUIRED or number > _MOST:
+    if keywords != 0 or number < _MIN_ARGUMENTS or number > _MAX_ARGUMENTS:
         return False
     access = load(entry + e.ACCESS)
     if load(load(entry + e.STATE) + e.OFF) != 0:
         return False
-    if number == _MOST and load(arguments + 24) != load(access + e.NONE):
+    if number == _MAX_ARGUMENTS and load(arguments + 24) != load(access + e.NONE):
         return False
     if is_profiled(access) or not _read_address(entry, arguments, number, sending):
         return False
-    return look_at(access, load(arguments), entry + e.VIEWS)
+    return read_view(access, load(arguments), entry + e.VIEWS)
 
 
 @kernel
-def _go_on(entry, code, address, length, kind, peer, tag):
+def finish_call(entry, code, address, length, kind, peer, tag):
+    """Have Python do what a kernel has left; returns what ``finish_call`` does, or 0 with an exception."""
     # A thread that comes here meanwhile writes its own arguments in the same place: what is to be dropped is
     # kept here. Python has taken the arguments out before it runs anything.
     first = int_of(code)
@@ -108,7 +109,7 @@ def _go_on(entry, code, address, length, kind, peer, tag):
     store(given + 24, fourth)
     store(given + 32, fifth)
     store(given + 40, sixth)
-    result = call_object(load(entry + e.GO_ON), given, 6, 0)
+    result = call_object(load(entry + e.FINISH_CALL), given, 6, 0)
     drop_reference(first)
     drop_reference(second)
     drop_reference(third)
@@ -120,7 +121,7 @@ def _go_on(entry, code, address, length, kind, peer, tag):
 
 @kernel
 def move(entry, sending, address, length, kind, peer, tag, result):
-    """Send or receive a message; returns ``result``, or what ``go_on`` does, or 0 with an exception."""
+    """Send or receive a message; returns ``result``, or what ``finish_call`` does, or 0 with an exception."""
     mailbox = load(entry + e.MAILBOX)
     if sending != 0:
         code = send_now(mailbox, address, length, kind, peer, tag)
@@ -134,9 +135,9 @@ def move(entry, sending, address, length, kind, peer, tag, result):
         if code not in (DONE, w.QUEUED_MEANWHILE, w.OCCUPIED):
             store(mailbox + w.HANDED_OVER, thread)
     if code != DONE:
-        result = _go_on(entry, code, address, length, kind, peer, tag)
+        result = finish_call(entry, code, address, length, kind, peer, tag)
         if result == 0 and thread != 0 and load(mailbox + w.HANDED_OVER) == thread:
-            leave_halfway(entry)
+            abandon_operation(entry)
         return result
     add_reference(result)
     return result
@@ -146,11 +147,11 @@ def move(entry, sending, address, length, kind, peer, tag, result):
 def _move(entry, arguments, number, keywords, sending):
     """Send or receive; returns the result, or 0 with an exception."""
     if not _is_plain(entry, arguments, number, keywords, sending):
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     view = entry + e.VIEWS
     kind = plan_for(entry, dtype_of(view), 0, 0) - 1
     if kind < 0:
-        return general_way(entry, arguments, number, keywords)
+        return slow_path(entry, arguments, number, keywords)
     peer = load(entry + _PEER)
     tag = load(entry + _TAG)
     address = load(view + e.VIEW_DATA)

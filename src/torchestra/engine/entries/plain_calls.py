@@ -37,7 +37,7 @@ def is_list(access, value):
 
 
 @kernel
-def look_at(access, tensor, view):
+def read_view(access, tensor, view):
     """Fill a view; return whether the tensor is plain.
 
     That is one of torch's own classes, dense, on the CPU, contiguous, with elements, in memory that it has. A
@@ -58,9 +58,9 @@ def look_at(access, tensor, view):
     strides = load(view + e.VIEW_STRIDES)
     count = 1
     for behind in range(dimensions):
-        place = (dimensions - 1 - behind) * 8
-        length = load(shape + place)
-        if length != 1 and load(strides + place) != count:
+        offset = (dimensions - 1 - behind) * 8
+        length = load(shape + offset)
+        if length != 1 and load(strides + offset) != count:
             return False
         count = count * length
     bits = load(view + e.VIEW_DIMENSIONS) >> 40 & 0xFF
@@ -114,13 +114,13 @@ def plan_for(entry, dtype, op, root):
 
 
 @kernel
-def general_way(entry, arguments, number, keywords):
+def slow_path(entry, arguments, number, keywords):
     """Hand a call that is not plain to the method, with the very same arguments."""
-    return call_object(load(entry + e.GENERAL_WAY), arguments, number, keywords)
+    return call_object(load(entry + e.SLOW_PATH), arguments, number, keywords)
 
 
 @kernel
-def leave_halfway(entry):
+def abandon_operation(entry):
     """Have Python see to what an exception has left, which may be the operation's end."""
     error = entry + e.ARGUMENTS_AT
     fetch_error(error, error + 8, error + 16)

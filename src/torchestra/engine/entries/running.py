@@ -6,10 +6,10 @@ HOLDS_INTERPRETER has a wait return PENDING before it yields; then the lock is r
 on where it was. Large operations, and those of ranks that are threads, release it first.
 
 A kernel that has not ended (it waits for long, the ranks called different operations) is brought to its end
-by ``go_on``, in Python.
+by ``finish_call``, in Python.
 
 Signals. Handlers run between bytecodes, so never in here: no interrupt can leave INSIDE set, or the operation
-begun, but one within ``go_on``, and that is seen here (:func:`leave_halfway`).
+begun, but one within ``finish_call``, and that is seen here (:func:`abandon_operation`).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torchestra.engine import entry_layout as e
 from torchestra.engine import layout as at
-from torchestra.engine.entries.plain_calls import is_profiled, leave_halfway
+from torchestra.engine.entries.plain_calls import abandon_operation, is_profiled
 from torchestra.engine.entries.python_interface import (
     add_reference,
     call_object,
@@ -28,7 +28,7 @@ from torchestra.engine.entries.python_interface import (
     take_interpreter,
 )
 from torchestra.engine.kernels import move, reduce
-from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAKE
+from torchestra.engine.kernels.waiting import ALL_WAITERS, FUTEX, FUTEX_WAKE, stop_waiting, wait_again
 from torchestra.engine.native.atomics import kernel, load, store, syscall
 
 DONE, PENDING, HOLDS_INTERPRETER = at.DONE, at.PENDING, at.HOLDS_INTERPRETER
@@ -102,7 +102,7 @@ def is_free(entry, arguments, number, keywords, required):
     access = load(entry + e.ACCESS)
     if load(state + e.OFF) | load(state + e.PENDING_OPERATIONS) != 0:
         return False
-    if load(state + e.GENERAL) | load(state + e.INSIDE) != 0:
+    if load(state + e.GENERAL) | load(state + e.INSIDE) | load(state + e.STARTED_OPERATION) != 0:
         return False
     if number > required and load(arguments + required * 8) != load(access + e.FALSE):
         return False
@@ -118,9 +118,9 @@ def timeout_of(entry, arguments, number, required):
 
 
 @kernel
-def learn(entry, arguments, number):
+def make_plan(entry, arguments, number):
     """Hand a call that only lacks its plan to Python, which runs it and makes the plan known."""
-    return call_object(load(entry + e.LEARN), arguments, number, 0)
+    return call_object(load(entry + e.MAKE_PLAN), arguments, number, 0)
 
 
 @kernel
@@ -128,7 +128,7 @@ def end(state):
     """Let others use the group, and wake who waits for it."""
     store(state + e.INSIDE, 0)
     if load(state + e.WANTED) != 0:
-        syscall(FUTEX, state + e.INSIDE, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+        syscall(FUTEX, state + e.INSIDE, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
 
 
 @kernel
@@ -147,7 +147,7 @@ def run(entry, which, plan, first, second, third, nbytes, timeout):
         code = run_kernel(which, plan, first, second, third)
         take_interpreter(thread)
     if code != DONE:
-        return _go_on(entry, code, timeout, plan, first, second, third)
+        return _continue_call(entry, code, timeout, plan, first, second, third)
     end(state)
     none = load(load(entry + e.ACCESS) + e.NONE)
     add_reference(none)
@@ -155,7 +155,28 @@ def run(entry, which, plan, first, second, third, nbytes, timeout):
 
 
 @kernel
-def _go_on(entry, code, timeout, plan, first, second, third):
+def start(request, which, plan, first, second, third, nbytes):
+    """Begin an operation that has one meeting, and wait for nobody; returns what its kernel does.
+
+    To be ended by :func:`run` with the same words, unless this returns DONE.
+    """
+    state = load(request + e.STATE)
+    context = load(state + e.CONTEXT)
+    store(state + e.INSIDE, 1)
+    spins = stop_waiting(context)
+    if nbytes <= LARGEST_KEPT:
+        code = run_kernel(which, plan, first, second, third)
+    else:
+        thread = release_interpreter()
+        code = run_kernel(which, plan, first, second, third)
+        take_interpreter(thread)
+    wait_again(context, spins)
+    end(state)
+    return code
+
+
+@kernel
+def _continue_call(entry, code, timeout, plan, first, second, third):
     given = entry + e.ARGUMENTS_AT
     store(given, timeout)
     store(given + 8, int_of(code))
@@ -163,10 +184,10 @@ def _go_on(entry, code, timeout, plan, first, second, third):
     store(given + 24, int_of(first))
     store(given + 32, int_of(second))
     store(given + 40, int_of(third))
-    result = call_object(load(entry + e.GO_ON), given, 6, 0)
-    for place in range(1, 6):
-        drop_reference(load(given + place * 8))
+    result = call_object(load(entry + e.FINISH_CALL), given, 6, 0)
+    for index in range(1, 6):
+        drop_reference(load(given + index * 8))
     if result == 0:
-        leave_halfway(entry)
+        abandon_operation(entry)
     end(load(entry + e.STATE))
     return result

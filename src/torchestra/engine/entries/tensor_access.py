@@ -63,7 +63,7 @@ def _find() -> TensorAccess:
         raise _UnknownError("this Python runs without the interpreter's lock, which excludes threads here")
     entry = Entry()
     if _words(id(entry), HEADER // 8 + 1)[HEADER // 8] != ctypes.addressof(entry):
-        raise _UnknownError("objects of ctypes are laid out in another way")
+        raise _UnknownError("objects of ctypes are laid out in an unknown way")
     access = TensorAccess(describe=_exchange_function())
     samples = [
         torch.ones(3),
@@ -75,19 +75,19 @@ def _find() -> TensorAccess:
     implementations = [each._cdata for each in samples]
     at = [each._cdata for each in storages]
     objects, words = map(id, samples), torch.Tensor.__basicsize__ // 8
-    access.implementation = _place("TensorImpl", zip(objects, implementations, strict=True), words)
+    access.implementation = _find_word("TensorImpl", zip(objects, implementations, strict=True), words)
     for field, name, bases, values, words in (
         ("keys", "dispatch keys", implementations, keys, _IMPLEMENTATION_WORDS),
         ("storage", "StorageImpl", implementations, at, _IMPLEMENTATION_WORDS),
         ("data", "address", at, [each.data_ptr() for each in storages], _STORAGE_WORDS),
         ("nbytes", "length", at, [each.nbytes() for each in storages], _STORAGE_WORDS),
     ):
-        setattr(access, field, _place(name, zip(bases, values, strict=True), words))
+        setattr(access, field, _find_word(name, zip(bases, values, strict=True), words))
     with torch.inference_mode():
         access.optional = keys[0] & ~_keys(torch.ones(1))
     access.plain = keys[0]
     access.tensor, access.parameter, access.integer = torch.Tensor, torch.nn.Parameter, int
-    access.list, access.none, access.false = list, None, False
+    access.list, access.none, access.false, access.true = list, None, False, True
     access.profiler, access.profiler_flag = vars(profiler), "_is_profiler_enabled"
     if vars(profiler).get("_is_profiler_enabled") not in (False, True):
         raise _UnknownError("torch does not say whether a profiler is on")
@@ -121,15 +121,17 @@ def _keys(tensor: torch.Tensor) -> int:
     return int(torch._C._dispatch_keys(tensor).raw_repr())
 
 
-def _place(name: str, pairs: Iterable[tuple[int, int]], words: int) -> int:
+def _find_word(name: str, pairs: Iterable[tuple[int, int]], words: int) -> int:
     """Return at which byte behind each address the value is that belongs to it."""
-    places = set(range(words))
+    indices = set(range(words))
     for address, value in pairs:
         found = _words(address, words)
-        places &= {place for place in places if found[place] == value}
-    if len(places) != 1:
-        raise _UnknownError(f"torch {torch.__version__} has its {name} in {len(places)} places, expected one")
-    return places.pop() * 8
+        indices &= {index for index in indices if found[index] == value}
+    if len(indices) != 1:
+        raise _UnknownError(
+            f"torch {torch.__version__} has its {name} in {len(indices)} places, expected one"
+        )
+    return indices.pop() * 8
 
 
 def _described(access: TensorAccess, tensor: torch.Tensor) -> list[int] | None:
@@ -163,7 +165,7 @@ def _compare(access: TensorAccess) -> None:
         (torch.empty(3, device="meta"), False),
     ):
         implementation = _word(id(tensor), access.implementation)
-        keys, storage = (_word(implementation, place) for place in (access.keys, access.storage))
+        keys, storage = (_word(implementation, offset) for offset in (access.keys, access.storage))
         if (keys | access.optional == access.plain) is not plain:
             raise _UnknownError(f"torch {torch.__version__} has other dispatch keys than are known")
         if not plain:
@@ -171,7 +173,7 @@ def _compare(access: TensorAccess) -> None:
         whole, view = tensor.untyped_storage(), _described(access, tensor)
         memory = (_word(storage, access.data), _word(storage, access.nbytes))
         if view is None or memory != (whole.data_ptr(), whole.nbytes()):
-            raise _UnknownError(f"torch {torch.__version__} has its storages in another way")
+            raise _UnknownError(f"torch {torch.__version__} lays out its storages in an unknown way")
         dimensions = tensor.dim()
         if (
             view[0] != tensor.data_ptr()
@@ -182,7 +184,7 @@ def _compare(access: TensorAccess) -> None:
             or _words(view[4], dimensions) != list(tensor.stride())
             or view[5] != 0
         ):
-            raise _UnknownError(f"torch {torch.__version__} describes its tensors in another way")
+            raise _UnknownError(f"torch {torch.__version__} describes its tensors in an unknown way")
 
 
 def _word(address: int, offset: int) -> int:

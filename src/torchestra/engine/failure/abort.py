@@ -1,14 +1,15 @@
-"""Write into the arena why a rank aborts the group."""
+"""Write into the arena why a rank aborts the group, and read it."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 
-_LEAST_TEXT = 100
+_MIN_TEXT = 100
 _CUT = " ..."
 
 
@@ -21,7 +22,7 @@ def abort_text(why: str, failed: tuple[int, ...], report: str, mismatch: bool = 
         )
         if len(text.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
             return text
-        if len(report) > _LEAST_TEXT:
+        if len(report) > _MIN_TEXT:
             report = _cut(report, whole[1])
         else:
             why = _cut(why, whole[0])
@@ -42,6 +43,15 @@ def write_abort_text(
     length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, text)
     shared_words.store_ordered(arena.address + at.HEADER_ABORT_LENGTH, length)
     return True
+
+
+def read_abort_text(arena: Arena) -> dict[str, Any]:
+    """Return the text by the rank that aborted the group: ``why``, ``failed``, ``report``, ``mismatch``."""
+    length = shared_words.load_acquire(arena.address + at.HEADER_ABORT_LENGTH)
+    if length == 0:
+        return {"why": "a rank died while it said why", "failed": (), "report": "", "mismatch": False}
+    text: dict[str, Any] = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
+    return text
 
 
 def _cut(text: str, whole: str) -> str:

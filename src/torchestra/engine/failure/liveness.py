@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import signal
 import struct
 import threading
@@ -14,8 +13,8 @@ from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena
-from torchestra.engine.recorder.callsites import call_site
 from torchestra.system.forking import forget_in_children
+from torchestra.system.readable import is_readable
 
 # struct pidfd_info of <linux/pidfd.h>, in its first version: the request mask, cgroup, ids, the exit status.
 _PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -26,13 +25,17 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 class Peers(Protocol):
     """Tell a context about the ranks of its group."""
 
-    def dead(self) -> tuple[int, ...]:
-        """Return the ranks that have died."""
+    def dead(self, now: bool = False) -> tuple[int, ...]:
+        """Return the ranks that have died; with ``now``, look even if the last look was a moment ago."""
 
-    def site(self, rank: int) -> str | None:
-        """Return where the program of a rank is, if that is visible here: ``is at file:line in function``."""
+    def thread(self, rank: int) -> threading.Thread | None:
+        """Return the thread that is a rank, of those that are threads of this process and have come."""
 
-    def how(self, rank: int) -> str:
+    @property
+    def are_threads(self) -> bool:
+        """Return whether the ranks are threads of this process."""
+
+    def end_reason(self, rank: int) -> str:
         """Return how a rank that is dead ended, as far as it can be known."""
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None
     return int(status) if mask & _PIDFD_INFO_EXIT else None
 
 
-def process_space() -> int:
+def pid_namespace() -> int:
     """Return the PID namespace of this process, as a number; 0 where the system does not tell."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
@@ -156,33 +159,33 @@ class PeerProcesses:
         self._waiting = {rank for rank in range(arena.layout.size) if rank != own}  # not known to be dead
         self._taken: dict[int, tuple[tuple[int, int], int | None]] = {}  # by rank: the process, its pidfd
         self._dead: set[int] = set()
-        self._space = process_space()
-        self._next_look = 0.0
+        self._space = pid_namespace()
+        self._next_check = 0.0
         self._closed = False
         # Several threads may wait in one group (messages, collectives).
         self._lock = threading.Lock()
 
-    def dead(self) -> tuple[int, ...]:
+    def dead(self, now: bool = False) -> tuple[int, ...]:
         with self._lock:
             began = time.monotonic()
-            if began >= self._next_look and not self._closed:
-                self._look()
+            if (now or began >= self._next_check) and not self._closed:
+                self._check()
                 # Less than a twentieth of the time, however many there are.
-                self._next_look = began + 20 * (time.monotonic() - began)
+                self._next_check = began + 20 * (time.monotonic() - began)
             return tuple(sorted(self._dead))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         for rank in tuple(self._waiting):
             # A rank takes its lock before it is PRESENT, and says that it has LEFT before it may close the
             # file. So one that is PRESENT before and after it is seen without its lock has ended; seen only
             # before, it may have left in between, and only after, it may have come.
-            before = self._word(rank, at.STATE)
+            before = self._load_word(rank, at.STATE)
             if before == at.ABSENT:
                 continue
             held = self._arena.is_held(rank)
-            state = self._word(rank, at.STATE)
-            if rank not in self._taken and self._is_near(rank):
-                process = self._word(rank, at.PROCESS), self._word(rank, at.STARTED)
+            state = self._load_word(rank, at.STATE)
+            if rank not in self._taken and self._shares_pid_namespace(rank):
+                process = self._load_word(rank, at.PROCESS), self._load_word(rank, at.STARTED)
                 self._taken[rank] = process, _handles.take(process)
             if not held and (state == at.PRESENT or self._has_ended(rank)):
                 self._waiting.discard(rank)
@@ -192,29 +195,33 @@ class PeerProcesses:
         """Return whether the process of a rank that has left is gone, as far as its number tells."""
         (pid, started), descriptor = self._taken.get(rank, ((0, 0), None))
         if descriptor is not None:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            return bool(poll.poll(0))
+            return is_readable(descriptor, 0.0)
         return rank in self._taken and process_start(pid) != started
 
-    def _is_near(self, rank: int) -> bool:
+    def _shares_pid_namespace(self, rank: int) -> bool:
         """Return whether its process has the same number here."""
-        return self._word(rank, at.PID_NAMESPACE) == self._space
+        return self._load_word(rank, at.PID_NAMESPACE) == self._space
 
-    def _word(self, rank: int, offset: int) -> int:
-        return self._arena.word(self._arena.control(rank) + offset)
+    def _load_word(self, rank: int, offset: int) -> int:
+        return self._arena.load_word(self._arena.control(rank) + offset)
 
-    def site(self, rank: int) -> str | None:
+    def thread(self, rank: int) -> threading.Thread | None:
         return None
 
-    def how(self, rank: int) -> str:
+    @property
+    def are_threads(self) -> bool:
+        return False
+
+    def end_reason(self, rank: int) -> str:
         with self._lock:
             process, descriptor = self._taken.get(rank, (None, None))
             status = None if process is None else status_of_dead(*process, descriptor)
         if status is not None:
             return describe_status(status)
-        pid = self._word(rank, at.PROCESS)
-        return f"process {pid}{'' if self._is_near(rank) else ' of another PID namespace'} is gone"
+        pid = self._load_word(rank, at.PROCESS)
+        return (
+            f"process {pid}{'' if self._shares_pid_namespace(rank) else ' of another PID namespace'} is gone"
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -232,20 +239,22 @@ class PeerThreads:
         self._threads = threads
         self._own = own
 
-    def dead(self) -> tuple[int, ...]:
+    def dead(self, now: bool = False) -> tuple[int, ...]:
+        living = set(threading.enumerate())  # many times quicker than to ask each thread
         return tuple(
             rank
             for rank, thread in sorted(self._threads.items())
-            if rank != self._own and not thread.is_alive()
+            if rank != self._own and thread not in living
         )
 
-    def site(self, rank: int) -> str | None:
-        thread = self._threads.get(rank)
-        if thread is None:
-            return "has not come"
-        return "has ended" if not thread.is_alive() else f"is at {call_site(thread.ident)}"
+    def thread(self, rank: int) -> threading.Thread | None:
+        return self._threads.get(rank)
 
-    def how(self, rank: int) -> str:
+    @property
+    def are_threads(self) -> bool:
+        return True
+
+    def end_reason(self, rank: int) -> str:
         return "its thread has ended"
 
     def close(self) -> None:

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations
+from torchestra.engine.diagnosis.differing_calls import diagnose_calls
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
 
-Word = Callable[[int], int]
+LoadWord = Callable[[int], int]
 """Reads a word of this rank's context."""
 
 
-def differing_thresholds(arena: Arena, word: Word) -> str:
+def differing_thresholds(arena: Arena, load_word: LoadWord) -> str:
     """Return this rank's thresholds, if another rank came to the operation with others; or nothing."""
-    sequence = word(at.SEQUENCE)
+    sequence = load_word(at.SEQUENCE)
     digests = {
-        (arena.word(arena.flag_line(rank, sequence) + at.META) & ~at.EARLY) >> at.DIGEST_BIT
+        (arena.load_word(arena.flag_line(rank, sequence) + at.META) & ~at.EAGER) >> at.DIGEST_BIT
         for rank in range(arena.layout.size)
     }
     if len(digests) == 1:
         return ""
     return (
-        f" with thresholds of its own (direct={word(at.DIRECT)}, chunk={word(at.CHUNK)},"
-        f" share={word(at.SHARE)}, early={word(at.EARLY_BYTES)} bytes; all ranks must have the same)"
+        f" with thresholds of its own (direct={load_word(at.DIRECT)}, chunk={load_word(at.CHUNK)},"
+        f" share={load_word(at.SHARE)}, eager={load_word(at.EAGER_BYTES)} bytes;"
+        " all ranks must have the same)"
     )
 
 
-def late_mismatch(arena: Arena, word: Word, describe: Callable[[int], str], site: str | None) -> str:
+def mismatch_text(
+    group: str, number: int, calls: Mapping[int, str], describe: Callable[[int], str] | None = None
+) -> str:
+    """Return what the ranks of a group have called as an operation, and which of them differ from most.
+
+    Args:
+        calls: by rank, the call and the line of the program.
+        describe: names a rank, where its number does not do.
+    """
+    describe = describe or "rank {}".format
+    lines = "".join(f"\n  {describe(rank)} called {call}" for rank, call in calls.items())
+    return (
+        f"the ranks of group {group!r} called different operations (number {number} of the group):"
+        f"\n{diagnose_calls(calls)}{lines}"
+    )
+
+
+def late_mismatch(arena: Arena, load_word: LoadWord, describe: Callable[[int], str], site: str | None) -> str:
     """Return the differing calls of the ranks, after a kernel has returned LATE_MISMATCH.
 
     Args:
         describe: names a rank.
         site: where this rank's operation was called; None: in the calling thread.
     """
-    sequence = word(at.DIFFERS)
-    lines = "".join(
-        f"\n  {describe(rank)} called {_called(arena, rank, sequence)}" for rank in range(arena.layout.size)
+    sequence = load_word(at.DIFFERS)
+    called = [_called(arena, rank, sequence) for rank in range(arena.layout.size)]
+    lines = "".join(f"\n  {describe(rank)} called {call}" for rank, call in enumerate(called))
+    found = f"found at {site or call_site()}"
+    usual = max(called, key=called.count)
+    other = next((rank for rank, call in enumerate(called) if call != usual), 0)
+    return (
+        f"the ranks called different operations (number {sequence} of the group):\ndiagnosis: mismatch:"
+        f" {describe(other)} called {called[other]}, and others {usual}, {found}{lines}"
     )
-    found = f"(found at {site or call_site()})"
-    return f"the ranks called different operations (number {sequence} of the group):{lines}\n{found}"
 
 
-def operation_now(arena: Arena, rank: int, word: Word) -> str:
+def operation_now(arena: Arena, rank: int, load_word: LoadWord) -> str:
     """Return which operation this rank is in."""
-    sequence = word(at.SEQUENCE)
-    if word(at.RESUME) == at.ENTERING:
+    sequence = load_word(at.SEQUENCE)
+    if load_word(at.RESUME) == at.ENTERING:
         return f"operation {sequence}, before it was begun,"
     return f"operation {sequence}, {_called(arena, rank, sequence)}"
 
@@ -55,9 +78,9 @@ def operation_now(arena: Arena, rank: int, word: Word) -> str:
 def _called(arena: Arena, rank: int, sequence: int) -> str:
     """Return what a rank called as an operation that is one of its last."""
     line = arena.flag_line(rank, sequence)
-    if arena.word(line + at.FLAG) >> at.STEP_BITS != sequence:
+    if arena.load_word(line + at.FLAG) >> at.STEP_BITS != sequence:
         return "nothing yet"
-    return operations.describe(arena.word(line + at.META), arena.word(line + at.COUNT))
+    return operations.describe(arena.load_word(line + at.META), arena.load_word(line + at.COUNT))
 
 
 def tell_call(arena: Arena, rank: int, call: str) -> None:

@@ -17,7 +17,7 @@ SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
 )
 SIZE, STREAM_ABOVE = at.SIZE, at.STREAM_ABOVE
 PAYLOAD, PAYLOAD_BYTES = at.PAYLOAD, at.PAYLOAD_BYTES
-EARLY_SLOTS, EARLY_SLOT_BYTES, WINDOW = at.EARLY_SLOTS, at.EARLY_SLOT_BYTES, at.WINDOW
+EAGER_SLOTS, EAGER_SLOT_BYTES, WINDOW = at.EAGER_SLOTS, at.EAGER_SLOT_BYTES, at.WINDOW
 
 SHARED_PATH = 1 << 60
 """RESUME of an operation that goes on over the peers' own tensors."""
@@ -56,12 +56,12 @@ def apart(longest):
 
 
 @kernel
-def early_piece(context, owner, length):
-    """Return where ``owner`` leaves a piece of up to EARLY_SLOT_BYTES, in an operation of early.py."""
+def eager_piece(context, owner, length):
+    """Return where ``owner`` leaves a piece of up to EAGER_SLOT_BYTES, in an operation of eager.py."""
     if length <= PAYLOAD_BYTES:
         return current_line(context, owner) + PAYLOAD
     number = owner * WINDOW + (load(context + SEQUENCE) & (WINDOW - 1))
-    return load(context + EARLY_SLOTS) + number * EARLY_SLOT_BYTES
+    return load(context + EAGER_SLOTS) + number * EAGER_SLOT_BYTES
 
 
 @kernel

@@ -4,7 +4,8 @@ A program that waits for an operation soon after calling it runs it itself (prog
 up for every task would fight it for the interpreter's lock, and for its core, to find the task begun. So the
 thread sleeps here, and lets a task stand for a while before it goes back to Python to run it. Waking a thread
 costs the waker more than a small operation takes, so while there is much to do nobody is woken: the thread
-takes naps, and looks after each. Only when nothing has come for some naps does it sleep until it is rung.
+sleeps shortly, and looks after each sleep. Only when nothing has come in some of them does it sleep until it
+is rung.
 
 The words, of one queue: SUBMITTED and URGENT are counted up by whoever submits or hurries, BEGUN is
 written by whoever has the turn.
@@ -20,15 +21,15 @@ wake-up without a change of the word would be lost if it came between the thread
 CLOSED is read before SUBMITTED, and written after the last task has been counted there: so whoever finds it
 set, and nothing submitted that is not begun, has seen all tasks.
 
-A nap begins with a look at URGENT, before the others, and is a wait for that word to change, or for GRACE to
-pass: an early nap's end that is missed costs no more than that.
+A short sleep begins with a look at URGENT, before the others, and is a wait for that word to change, or for
+GRACE to pass: the end of an early sleep that is missed costs no more than that.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
 from __future__ import annotations
 
-from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
+from torchestra.engine.kernels.waiting import ALL_WAITERS, FUTEX, FUTEX_WAIT, FUTEX_WAKE
 from torchestra.engine.native.atomics import (
     fetch_add,
     kernel,
@@ -45,7 +46,7 @@ ASLEEP = 24  # whether the thread sleeps until something is submitted
 CLOSED = 32
 GRACE = 40  # a timespec: how long a task may stand
 DOORBELL_WORDS = 7
-NAPS = 20
+SHORT_SLEEPS = 20
 
 
 @kernel
@@ -53,7 +54,7 @@ def ring(words):
     """Have the thread look again, because a task was submitted, or the end is told; how often it was rung."""
     number = fetch_add(words + SUBMITTED, 1) + 1
     if load_ordered(words + ASLEEP) != 0:
-        syscall(FUTEX, words + SUBMITTED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+        syscall(FUTEX, words + SUBMITTED, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
     return number
 
 
@@ -61,7 +62,7 @@ def ring(words):
 def start_now(words):
     """Have what has been submitted begin without delay."""
     store_ordered(words + URGENT, load_ordered(words + SUBMITTED))
-    syscall(FUTEX, words + URGENT, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    syscall(FUTEX, words + URGENT, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
     return 0
 
 
@@ -76,26 +77,26 @@ def close(words):
 @kernel
 def await_task(words):
     """Sleep until a task is urgent, or none has been begun for as long as one may stand: 1; 0 at the end."""
-    naps = 0
+    short_sleeps = 0
     while True:
         urgent = load_ordered(words + URGENT)
         begun = load_acquire(words + BEGUN)
         closed = load_ordered(words + CLOSED)
         submitted = load_ordered(words + SUBMITTED)
         if submitted > begun:
-            naps = 0
+            short_sleeps = 0
             if urgent > begun:
                 return 1
         elif closed != 0:
             return 0
-        elif naps == NAPS:
-            naps = 0
+        elif short_sleeps == SHORT_SLEEPS:
+            short_sleeps = 0
             store_ordered(words + ASLEEP, 1)
             if load_ordered(words + SUBMITTED) == submitted and load_ordered(words + CLOSED) == 0:
                 syscall(FUTEX, words + SUBMITTED, FUTEX_WAIT, submitted & 0xFFFF_FFFF, 0, 0, 0)
             store_ordered(words + ASLEEP, 0)
             continue
-        naps += 1
+        short_sleeps += 1
         syscall(FUTEX, words + URGENT, FUTEX_WAIT, urgent & 0xFFFF_FFFF, words + GRACE, 0, 0)
         if submitted > begun and load_acquire(words + BEGUN) == begun:
             return 1

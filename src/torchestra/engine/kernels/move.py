@@ -19,7 +19,7 @@ from torchestra.engine.kernels.buffers import (
     peer_slot,
     streams,
 )
-from torchestra.engine.kernels.early import early_broadcast, early_gather, early_scatter
+from torchestra.engine.kernels.eager import eager_broadcast, eager_gather, eager_scatter
 from torchestra.engine.kernels.waiting import (
     all_count,
     arrive,
@@ -44,7 +44,7 @@ NOT_SHARED, DONE, MISMATCH = at.NOT_SHARED, at.DONE, at.MISMATCH
 SHARE, PEER_CHUNK = at.SHARE, at.PEER_CHUNK
 PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
 PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
-EARLY_BYTES, FARTHEST = at.EARLY_BYTES, at.WINDOW - 1
+EAGER_BYTES, FARTHEST = at.EAGER_BYTES, at.WINDOW - 1
 
 
 @kernel
@@ -209,8 +209,8 @@ def gather(plan, count, source):
     """The plan's root gets the pieces of all, each of ``count`` elements, where TARGETS says."""
     context = load(plan + PLAN_CONTEXT)
     length = count * load(plan + PLAN_UNIT)
-    if length <= min(load(context + EARLY_BYTES), load(context + SHARE)):
-        return early_gather(plan, count, source, length)
+    if length <= min(load(context + EAGER_BYTES), load(context + SHARE)):
+        return eager_gather(plan, count, source, length)
     return share(plan, count, source)
 
 
@@ -220,8 +220,8 @@ def scatter(plan, count, target):
     context = load(plan + PLAN_CONTEXT)
     length = count * load(plan + PLAN_UNIT)
     total = (load(context + SIZE) - 1) * length
-    if total <= load(context + EARLY_BYTES) and length <= load(context + PEER_CHUNK):
-        return early_scatter(plan, count, target, length)
+    if total <= load(context + EAGER_BYTES) and length <= load(context + PEER_CHUNK):
+        return eager_scatter(plan, count, target, length)
     return exchange(plan, UNKNOWN)
 
 
@@ -230,8 +230,8 @@ def broadcast(plan, count, address):
     """Everybody gets the ``count`` elements of the plan's root."""
     context = load(plan + PLAN_CONTEXT)
     length = count * load(plan + PLAN_UNIT)
-    if length <= min(load(context + EARLY_BYTES), load(context + SHARE)):
-        return early_broadcast(plan, count, address, length)
+    if length <= min(load(context + EAGER_BYTES), load(context + SHARE)):
+        return eager_broadcast(plan, count, address, length)
     if load(context + RESUME) == 0:
         root = load(plan + PLAN_ROOT)
         for peer in range(load(context + SIZE)):
@@ -360,12 +360,12 @@ def _keep_part(context, number, chunk, stream):
 
     That it expects as much is found out with the other pairs.
     """
-    place = load(context + RANK) * 8
-    whole = min(load(load(context + SOURCE_BYTES) + place), load(load(context + TARGET_BYTES) + place))
+    offset = load(context + RANK) * 8
+    whole = min(load(load(context + SOURCE_BYTES) + offset), load(load(context + TARGET_BYTES) + offset))
     length = min(chunk, whole - number * chunk)
     if length > 0:
-        source = load(load(context + SOURCES) + place) + number * chunk
-        copy_out(load(load(context + TARGETS) + place) + number * chunk, source, length, stream)
+        source = load(load(context + SOURCES) + offset) + number * chunk
+        copy_out(load(load(context + TARGETS) + offset) + number * chunk, source, length, stream)
 
 
 @kernel

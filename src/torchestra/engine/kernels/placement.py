@@ -35,13 +35,13 @@ _SET_AFFINITY = {"x86_64": 203, "aarch64": 122, "riscv64": 122, "ppc64le": 222}.
 _GET_AFFINITY = {"x86_64": 204, "aarch64": 123, "riscv64": 123, "ppc64le": 223}.get(platform.machine(), 123)
 _sched_getcpu = External("sched_getcpu", "i32")
 
-LOOK_EVERY = 64
+REBALANCE_EVERY = 64
 _RAREST = 1 << 14
 _MASK_BYTES = at.MASK_BYTES
 _MASK_WORDS = at.MASK_BYTES // 8
 
 RANK, SIZE, CONTROL, CONTROL_BYTES, CORE = at.RANK, at.SIZE, at.CONTROL, at.CONTROL_BYTES, at.CORE
-CORES, MASKS, UNTIL_LOOK, NEXT_LOOK = at.CORES, at.MASKS, at.UNTIL_LOOK, at.NEXT_LOOK
+CORES, MASKS, UNTIL_REBALANCE, NEXT_REBALANCE = at.CORES, at.MASKS, at.UNTIL_REBALANCE, at.NEXT_REBALANCE
 
 
 @kernel
@@ -65,7 +65,7 @@ def _is_last_on(context, core):
 
 
 @kernel
-def _emptiest(context, words):
+def _least_loaded(context, words):
     """Of the cores in the affinity mask, one with the fewest ranks; -1 if there is none."""
     masks = load(context + MASKS)
     chosen = -1
@@ -93,35 +93,35 @@ def _move(context, core, length):
 
 
 @kernel
-def look_around(context):
-    """Write down this rank's core, and leave it if it is crowded."""
+def rebalance(context):
+    """Write down this rank's core, and move to another one if too many ranks are on it."""
     control = load(context + CONTROL) + load(context + RANK) * CONTROL_BYTES
     core = _sched_getcpu()
     store_release(control + CORE, core + 1)
-    store(context + UNTIL_LOOK, LOOK_EVERY)
-    crowd = ranks_on(context, core)
-    if crowd * load(context + CORES) < load(context + SIZE) + load(context + CORES):
-        store(context + NEXT_LOOK, LOOK_EVERY)
+    store(context + UNTIL_REBALANCE, REBALANCE_EVERY)
+    ranks_here = ranks_on(context, core)
+    if ranks_here * load(context + CORES) < load(context + SIZE) + load(context + CORES):
+        store(context + NEXT_REBALANCE, REBALANCE_EVERY)
         return
     if not _is_last_on(context, core):
         return
     length = syscall(_GET_AFFINITY, 0, _MASK_BYTES, load(context + MASKS), 0, 0, 0)
     if length <= 0:
         return
-    other = _emptiest(context, length >> 3)
-    if other < 0 or crowd - ranks_on(context, other) < 2:
+    other = _least_loaded(context, length >> 3)
+    if other < 0 or ranks_here - ranks_on(context, other) < 2:
         return
     _move(context, other, length)
     store_release(control + CORE, other + 1)
-    later = min(2 * load(context + NEXT_LOOK), _RAREST)
-    store(context + NEXT_LOOK, later)
-    store(context + UNTIL_LOOK, later)
+    later = min(2 * load(context + NEXT_REBALANCE), _RAREST)
+    store(context + NEXT_REBALANCE, later)
+    store(context + UNTIL_REBALANCE, later)
 
 
 @kernel
-def settle(context):
-    """Look around in every LOOK_EVERY-th wait that yields; every one of these calls."""
-    left = load(context + UNTIL_LOOK) - 1
-    store(context + UNTIL_LOOK, left)
+def rebalance_sometimes(context):
+    """Do :func:`rebalance` in every REBALANCE_EVERY-th wait that yields; every one of these calls."""
+    left = load(context + UNTIL_REBALANCE) - 1
+    store(context + UNTIL_REBALANCE, left)
     if left < 0:
-        look_around(context)
+        rebalance(context)

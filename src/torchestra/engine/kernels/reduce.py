@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import SHARED_PATH, apart, buffer_of, first_piece, peer_slot
-from torchestra.engine.kernels.early import early_reduce
+from torchestra.engine.kernels.eager import eager_reduce
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
 from torchestra.engine.kernels.waiting import (
     arrive,
@@ -35,7 +35,7 @@ SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
 DIRECT, CHUNK, PEER_CHUNK, SINGLE_IOVEC = at.DIRECT, at.CHUNK, at.PEER_CHUNK, at.SINGLE_IOVEC
 PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 PLAN_FUNCTION, PLAN_ROOT = at.PLAN_FUNCTION, at.PLAN_ROOT
-EARLY_BYTES, DONE = at.EARLY_BYTES, at.DONE
+EAGER_BYTES, DONE = at.EAGER_BYTES, at.DONE
 
 _CACHED_BLOCK = 1 << 16
 
@@ -75,8 +75,8 @@ def _all_reduce_direct(context, meta, count, address, unit, function, root):
     """Everybody writes its tensor into its slot, meets, and reduces all slots: one synchronisation."""
     rank = load(context + RANK)
     length = count * unit
-    if root >= 0 and length <= load(context + EARLY_BYTES):
-        return early_reduce(context, meta, count, address, unit, function, root)
+    if root >= 0 and length <= load(context + EAGER_BYTES):
+        return eager_reduce(context, meta, count, address, unit, function, root)
     if load(context + RESUME) <= 0:
         code = enter(context, meta, count, length, apart(length))
         if code != DONE:

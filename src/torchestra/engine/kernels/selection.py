@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torchestra.engine.layout import EARLY_SLOT_BYTES
+from torchestra.engine.layout import EAGER_SLOT_BYTES
 from torchestra.errors import InvalidArgumentError
 
 _SMALLEST_CHUNK = 64
@@ -30,8 +30,8 @@ class Choices:
         chunk: bytes of a chunk of the pipelined algorithms. 64 to a buffer.
         share: bytes of a chunk where one piece in a buffer is read by everybody (broadcast, all_gather).
             64 to a buffer.
-        early: broadcast, reduce, gather and scatter with pieces of up to this many bytes have nobody wait for
-            those whom it has nothing from (early.py). At most EARLY_SLOT_BYTES; -1 for none of them.
+        eager: broadcast, reduce, gather and scatter with pieces of up to this many bytes have nobody wait for
+            those whom it has nothing from (eager.py). At most EAGER_SLOT_BYTES; -1 for none of them.
         stream_above: an operation for which a rank reads and writes more than this of its own tensors writes
             its results past the caches.
     """
@@ -39,7 +39,7 @@ class Choices:
     direct: int
     chunk: int
     share: int
-    early: int = EARLY_SLOT_BYTES
+    eager: int = EAGER_SLOT_BYTES
     stream_above: int = 12 << 20
 
     @classmethod
@@ -62,7 +62,7 @@ class Choices:
             "direct": (0, buffer_bytes),
             "chunk": (_SMALLEST_CHUNK, buffer_bytes),
             "share": (_SMALLEST_CHUNK, buffer_bytes),
-            "early": (-1, EARLY_SLOT_BYTES),
+            "eager": (-1, EAGER_SLOT_BYTES),
             "stream_above": (0, (1 << 63) - 1),
         }
         for name, (least, most) in limits.items():
@@ -76,7 +76,7 @@ class Choices:
     @property
     def digest(self) -> int:
         """Return a number of 22 bits for what all ranks must have in common."""
-        return zlib.crc32(f"{self.direct} {self.chunk} {self.share} {self.early}".encode()) & 0x3F_FFFF
+        return zlib.crc32(f"{self.direct} {self.chunk} {self.share} {self.eager}".encode()) & 0x3F_FFFF
 
     def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""
@@ -99,10 +99,14 @@ def cores_in_affinity() -> int:
 
 
 class SpinPolicy(NamedTuple):
-    """The way in which a wait begins: so many spins, then so many yields, before it sleeps."""
+    """The way in which a wait begins: so many spins, then so many yields, before it sleeps.
+
+    It sleeps for ``poll_interval_s``, in seconds, and then lets Python check for failures.
+    """
 
     spins: int
     yields: int
+    poll_interval_s: float = 0.05
 
 
 def spin_policy(ranks_here: int) -> SpinPolicy:
@@ -111,8 +115,12 @@ def spin_policy(ranks_here: int) -> SpinPolicy:
     Spinning is of use only while every rank has a core of its own, and is kept short (some 3 µs) even then:
     where the system has put two ranks on one core, nothing happens until the spinning one yields. A yield
     with nobody else to run costs 0.3 µs, so little is lost.
+
+    The pause of survivors at a death begins with the rest of a poll interval; but each look at the others
+    costs some 10 µs for each of them.
     """
-    return SpinPolicy(100 if ranks_here <= cores_in_affinity() else 0, 1000)
+    poll_interval_s = min(max(0.02, 0.0025 * ranks_here), 0.05)
+    return SpinPolicy(100 if ranks_here <= cores_in_affinity() else 0, 1000, poll_interval_s)
 
 
 def spare_cores(ranks_here: int) -> int:

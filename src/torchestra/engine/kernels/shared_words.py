@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.waiting import (
-    EVERYBODY,
+    ALL_WAITERS,
     FUTEX,
     FUTEX_WAIT,
     FUTEX_WAKE,
@@ -17,36 +17,51 @@ from torchestra.engine.kernels.waiting import (
     wait_for_step,
 )
 from torchestra.engine.native import atomics
-from torchestra.engine.native.atomics import fetch_add, kernel, load, load_ordered, syscall
+from torchestra.engine.native.atomics import fetch_add, kernel, load, load_ordered, short_kernel, syscall
 
 SIZE, ASKED, FLAGS = at.SIZE, at.ASKED, at.FLAGS
 RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
-@kernel
+@short_kernel
 def load_acquire(address):
     """Return the word, and see all that was written before it."""
     return atomics.load_acquire(address)
 
 
-@kernel
+@short_kernel
+def load_each(address, stride, count, output):
+    """Do :func:`load_acquire` of so many words, ``stride`` bytes apart, in turn, into ``output``."""
+    for number in range(count):
+        atomics.store(output + 8 * number, atomics.load_acquire(address + number * stride))
+    return 0
+
+
+@short_kernel
 def store_ordered(address, value):
     """Write the word after all that was written before it (sequentially consistent)."""
     atomics.store_ordered(address, value)
     return 0
 
 
-@kernel
+@short_kernel
 def compare_exchange(address, expected, desired):
     """Make a word ``desired`` if it is ``expected``; return what it was."""
     return atomics.compare_exchange(address, expected, desired)
+
+
+@short_kernel
+def store_then_load(address, value, other):
+    """Write a word, then return another: if two ranks do so crosswise, one sees what the other wrote."""
+    atomics.store_ordered(address, value)
+    return load_ordered(other)
 
 
 @kernel
 def increment_and_wake(address):
     """Count a word up, wake all that sleep on it, and return it."""
     value = fetch_add(address, 1) + 1
-    syscall(FUTEX, address, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    syscall(FUTEX, address, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
     return value
 
 
@@ -59,12 +74,12 @@ def sleep_while(address, value):
 
 
 @kernel
-def wake_everybody(context):
+def wake_all(context):
     """Wake every rank that sleeps on any flag, so that it looks around."""
     for rank in range(load(context + SIZE)):
         for number in range(FLAGS):
-            syscall(FUTEX, flag_line(context, rank, number), FUTEX_WAKE, EVERYBODY, 0, 0, 0)
-        syscall(FUTEX, control_of(context, rank) + ASKED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+            syscall(FUTEX, flag_line(context, rank, number), FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
+        syscall(FUTEX, control_of(context, rank) + ASKED, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
     return 0
 
 

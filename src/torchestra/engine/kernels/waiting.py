@@ -8,7 +8,7 @@ rank, "rank p has finished step s of operation n" is one comparison, and stays t
 begins one operation after the other; so **who has published step 1 of operation n + 1 has finished n, and
 reads nothing of it any more**.
 
-The window. Not every operation has everybody wait for everybody (early.py), so ranks may be some operations
+The window. Not every operation has everybody wait for everybody (eager.py), so ranks may be some operations
 apart. SEEN, of a rank, is the last operation that it has seen all peers begin. A rank that begins operation n
 has SEEN >= n - WINDOW + 1 (:func:`enter` waits for it); so what it writes in operation n into a place that
 was last used in n - WINDOW or before is read by nobody any more. An operation that uses one of two places, by
@@ -25,6 +25,11 @@ small operations only release FLAG (:func:`post`) and have the fence before they
 when the line has long come: :func:`wake_sleepers`. A sleep that saw no progress for POLL_INTERVAL returns
 PENDING to Python, which looks at signals, the deadline and the peers' lives and calls the kernel again.
 
+Starting. Between :func:`stop_waiting` and :func:`wait_again` a wait returns PENDING at once, having woken who
+sleeps, since this rank may not come back for long. So a kernel with one meeting, called there, either has
+published its piece, after which no peer waits for this rank in that operation, or has RESUME at ENTERING. The
+rank begins no other operation before it has called the kernel again, to the end, with the same arguments.
+
 The fingerprint. In the line of an operation, beside FLAG, is what the rank was called for: META (with a
 digest of the thresholds by which it cuts its work) and COUNT, written before step 1 is published. A rank
 compares them with its own before SEEN passes the operation: in the operation, if it waits for all peers
@@ -33,7 +38,7 @@ a peer has SEEN >= j + WINDOW + 1, so this rank had begun that operation, and co
 before.
 
 A difference that is found where all ranks wait for all is a MISMATCH, which all of them return. If one
-of the ranks did not wait (EARLY), it may be elsewhere: whoever finds it, now or later, returns LATE_MISMATCH.
+of the ranks did not wait (EAGER), it may be elsewhere: whoever finds it, now or later, returns LATE_MISMATCH.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -43,7 +48,7 @@ from __future__ import annotations
 import platform
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.placement import settle
+from torchestra.engine.kernels.placement import rebalance_sometimes
 from torchestra.engine.native.atomics import (
     fetch_add,
     full_fence,
@@ -64,7 +69,7 @@ from torchestra.engine.recorder.recorder import begin_wait, close_entry, end_wai
 FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 98)
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
-EVERYBODY = 0x7FFF_FFFF
+ALL_WAITERS = 0x7FFF_FFFF
 LONGEST_YIELDING = 10_000_000  # nanoseconds
 
 CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
@@ -74,7 +79,7 @@ SEQUENCE, RESUME, BLOCKED, POLL_INTERVAL = at.SEQUENCE, at.RESUME, at.BLOCKED, a
 SPINS, YIELDS, YIELD_TIMESPEC = at.SPINS, at.YIELDS, at.YIELD_TIMESPEC
 UNKNOWN = at.UNKNOWN
 WAITERS, FLAG_LINES, FLAGS, LINE = at.WAITERS, at.FLAG_LINES, at.FLAGS, at.LINE
-META, COUNT, SHARED, EARLY = at.META, at.COUNT, at.SHARED, at.EARLY
+META, COUNT, SHARED, EAGER = at.META, at.COUNT, at.SHARED, at.EAGER
 SEEN, DIFFERS, WINDOW = at.SEEN, at.DIFFERS, at.WINDOW
 THRESHOLDS, HOLDS_INTERPRETER = at.THRESHOLDS, at.HOLDS_INTERPRETER
 DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
@@ -102,7 +107,7 @@ def current_line(context, rank):
 @kernel
 def _wake_if_any(context, line):
     if load_ordered(control_of(context, load(context + RANK)) + WAITERS) > 0:
-        syscall(FUTEX, line, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+        syscall(FUTEX, line, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
 
 
 @kernel
@@ -141,9 +146,25 @@ def wait_until(context, peer, target):
 
 
 @kernel
+def stop_waiting(context):
+    """Have waits return PENDING at once until :func:`wait_again`, which takes what this returns."""
+    spins = load(context + SPINS)
+    store(context + SPINS, 0)
+    store(context + HOLDS_INTERPRETER, 1)
+    return spins
+
+
+@kernel
+def wait_again(context, spins):
+    """Have waits wait."""
+    store(context + HOLDS_INTERPRETER, 0)
+    store(context + SPINS, spins)
+
+
+@kernel
 def _yield_then_sleep(context, peer, word, target):
     wake_sleepers(context)
-    settle(context)
+    rebalance_sometimes(context)
     until = read_coarse_clock(context + YIELD_TIMESPEC) + LONGEST_YIELDING
     for _ in range(load(context + YIELDS)):
         sched_yield()
@@ -320,7 +341,7 @@ def meet(context, meta, count):
         code = _compare_until(context, sequence - 1)
         if code != DONE:
             return code
-    if verdict == MISMATCH and metas & EARLY:
+    if verdict == MISMATCH and metas & EAGER:
         return differs_late(context, sequence)
     store(context + SEEN, sequence)
     if verdict != DONE:

@@ -13,7 +13,8 @@ A rank says that it comes, and then polls the ballot and takes every step that i
   lowest of those that have come proposes them as the *survivors*;
 - *enter*: every survivor enters the new group, and says that it is ready;
 - *commit*: any survivor that sees all of them ready;
-- *void*: any rank that finds a survivor gone or excluded, and a survivor that gives up (deadline, Ctrl-C).
+- *void*: a survivor that finds another one gone or excluded, or that gives up (deadline, Ctrl-C); and any
+  other rank that finds one gone, once it has left the survivors some time to settle it.
 
 The others wait for a rank that lives and has neither come nor left nor been excluded: its program may be
 computing.
@@ -40,12 +41,17 @@ leave. From then on the lowest rank that has come waits for no other and propose
 an epoch that names a dead rank; the survivors of the epoch after it all get ready. Until the deadline, the
 others wait for a rank that lives and never comes; then they name it. Nothing is ever locked: a process that
 dies between any two steps leaves registers from which the others go on.
+
+Termination where beliefs differ. Two hosts that are cut off from each other, though both reach the store,
+each take the other for dead as long as the cut lasts. They would void each other's epochs for ever. So a rank
+that an epoch does not name leaves it to those that it names, for a while (``grace_s``): they get ready and
+commit, and it is excluded. And a void names the ranks that were found gone; the next epoch goes on without
+them, if any others have come. Else a third host, which reaches both, would propose all of them for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -96,25 +102,28 @@ class Registers(Protocol):
     def ballot(self) -> Ballot:
         """Read the ballot of the present epoch."""
 
-    def come(self) -> None:
-        """Say that this rank wants to go on."""
+    def announce(self, grows: bool = False) -> None:
+        """Say that this rank wants to go on; and that others may be let in, if ``grows``."""
 
-    def stop_coming(self) -> None:
-        """Withdraw :meth:`come`."""
+    def withdraw(self) -> None:
+        """Withdraw :meth:`announce`."""
 
-    def get_ready(self, ballot: Ballot) -> None:
+    def acknowledge(self, ballot: Ballot) -> None:
         """Say that this rank has entered the group that an epoch proposes."""
 
     def exclude(self, ranks: Iterable[int]) -> None:
-        """Make the group go on without these ranks, whether they live or not. Must precede :meth:`come`."""
+        """Make the group go on without these ranks, alive or not. Must precede :meth:`announce`."""
 
-    def coming(self) -> set[int]:
+    def candidates(self) -> set[int]:
         """Return the ranks that want to go on."""
+
+    def growing(self) -> set[int]:
+        """Return those of them that want others to be let in."""
 
     def excluded(self) -> dict[int, int]:
         """Return the ranks that shall not go on, each with the rank that has said so."""
 
-    def unready(self, ballot: Ballot) -> set[int]:
+    def unacknowledged(self, ballot: Ballot) -> set[int]:
         """Return the survivors of a proposed epoch that have not entered the new group yet."""
 
     def propose(self, ballot: Ballot, survivors: Sequence[int], key: bytes) -> bool:
@@ -123,12 +132,15 @@ class Registers(Protocol):
     def commit(self, ballot: Ballot) -> bool:
         """Make a proposed epoch, whose survivors are all ready, final."""
 
-    def void(self, ballot: Ballot) -> bool:
-        """Give a proposed epoch up, and open the next."""
+    def void(self, ballot: Ballot, gone: Iterable[int] = ()) -> bool:
+        """Give a proposed epoch up, and open the next; ``gone``: its survivors that are not there."""
+
+    def accused(self) -> set[int]:
+        """Return the ranks that were found gone by whoever voided the last epoch."""
 
 
-class Entrance(Protocol):
-    """Find out which ranks are gone, and enter the group that an epoch proposes; never block."""
+class EpochEntry(Protocol):
+    """Find out which ranks are gone, and enter the group that an epoch proposes, step by step."""
 
     def gone(self) -> set[int]:
         """Return the ranks that have died or left, as far as is known here."""
@@ -138,6 +150,9 @@ class Entrance(Protocol):
 
     def advance(self, ballot: Ballot) -> bool | None:
         """Take the possible steps to enter; return whether this rank has entered, None if it never can."""
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for so long, or until a step to enter may have become possible: the one call that blocks."""
 
     def awaited(self, ballot: Ballot) -> set[int]:
         """Return the ranks that may keep this one from entering."""
@@ -158,30 +173,39 @@ class MembershipAgreement:
 
     Args:
         registers: what the ranks share.
-        entrance: of the new group.
+        epoch_entry: of the new group.
         group: the name of the old group, for messages.
         deadline: until when to wait for the others.
         interval: between two looks.
         describe: names a rank in messages.
         report: tells where ranks are, in lines.
+        grows: whether others may be let in.
+        grace_s: for how long to leave an epoch that does not name this rank to those that it names, though
+            one of them seems to be gone. Longer than they need to enter; 0 where it is certain who lives.
     """
 
     def __init__(
         self,
         registers: Registers,
-        entrance: Entrance,
+        epoch_entry: EpochEntry,
         group: str,
         deadline: Deadline,
         interval: PollInterval,
         describe: Callable[[int], str],
         report: Callable[[Sequence[int]], str],
+        *,
+        grows: bool = False,
+        grace_s: float = 0.0,
     ) -> None:
-        self._registers, self._entrance = registers, entrance
+        self._registers, self._epoch_entry = registers, epoch_entry
         self._group, self._deadline, self._interval = group, deadline, interval
         self._describe, self._report = describe, report
         self._rank = registers.rank
+        self._grows = grows
+        self._patience_s = grace_s
         self._epoch = 0
         self._ready = False
+        self._proposed: Deadline | None = None  # for how long this rank has seen the epoch's proposal
 
     def run(self, exclude: Sequence[int]) -> Ballot:
         """Take part until an epoch is committed that names this rank, and return its ballot.
@@ -193,13 +217,16 @@ class MembershipAgreement:
         pause = self._interval.first
         try:
             self._registers.exclude(exclude)
-            self._registers.come()
+            self._registers.announce(self._grows)
+            seen = None
             while (ballot := self._registers.ballot()).state is not State.COMMITTED:
                 if self._step(ballot):
                     pause = self._interval.first
-                else:
-                    time.sleep(pause)
-                    pause = min(pause * _GROWTH, self._interval.longest)
+                    continue
+                if ballot.word != seen:  # what follows a step of another is often soon possible
+                    seen, pause = ballot.word, self._interval.first
+                self._epoch_entry.wait(pause)
+                pause = min(pause * _GROWTH, self._interval.longest)
             self._refuse_if_excluded(ballot)
             return ballot
         except BaseException:
@@ -211,51 +238,60 @@ class MembershipAgreement:
         registers = self._registers
         try:
             with contextlib.suppress(DistError, OSError):  # the store may be gone
-                registers.stop_coming()
+                registers.withdraw()
                 while (now := registers.ballot()).state is State.PROPOSED and self._rank in now.survivors:
                     registers.void(now)
         finally:
-            self._entrance.leave()
+            self._epoch_entry.leave()
 
     def _step(self, ballot: Ballot) -> bool:
         """Take a step that is possible in an epoch that is not final; return whether one was taken."""
         registers = self._registers
         if ballot.epoch != self._epoch:
-            self._entrance.leave()
-            self._epoch, self._ready = ballot.epoch, False
-        coming, gone = registers.coming(), self._entrance.gone()
+            self._epoch_entry.leave()
+            self._epoch, self._ready, self._proposed = ballot.epoch, False, None
+        candidates, gone = registers.candidates(), self._epoch_entry.gone()
         excluded = registers.excluded()
         out = gone | excluded.keys()
         if self._rank in excluded:
             self._refuse_if_excluded(registers.ballot())
             return True  # it has been committed meanwhile, and with this rank
         if ballot.state is State.OPEN:
-            coming -= out
-            missing = set(range(registers.size)) - out - coming
-            if not missing and min(coming) == self._rank:
-                return self._propose(ballot, sorted(coming))
-            late = missing or {min(coming)}
-        elif not out.isdisjoint(ballot.survivors):
-            return registers.void(ballot)
+            candidates -= out
+            missing = set(range(registers.size)) - out - candidates
+            survivors = sorted(candidates - registers.accused() or candidates)
+            if not missing and survivors[0] == self._rank:
+                return self._propose(ballot, survivors)
+            late = missing or {survivors[0]}
+        elif lost := out.intersection(ballot.survivors):
+            if self._may_void(ballot):
+                return registers.void(ballot, lost)
+            late = set(ballot.survivors)
         else:
-            entered = self._entrance.advance(ballot) if self._rank in ballot.survivors else False
+            entered = self._epoch_entry.advance(ballot) if self._rank in ballot.survivors else False
             if entered is None:
                 return registers.void(ballot)
             if entered and not self._ready:
-                registers.get_ready(ballot)
+                registers.acknowledge(ballot)
                 self._ready = True
                 return True
-            late = registers.unready(ballot)
+            late = registers.unacknowledged(ballot)
             if not late:
                 return registers.commit(ballot)
             if self._rank in late:
-                late = self._entrance.awaited(ballot)
+                late = self._epoch_entry.awaited(ballot)
         return self._deadline.expired() and self._end_late(ballot, sorted(late))
 
+    def _may_void(self, ballot: Ballot) -> bool:
+        """Return whether it is this rank's turn to give an epoch up that names a rank that is gone."""
+        if self._proposed is None:
+            self._proposed = Deadline(self._patience_s)
+        return self._rank in ballot.survivors or self._proposed.expired()
+
     def _propose(self, ballot: Ballot, survivors: Sequence[int]) -> bool:
-        proposed = self._registers.propose(ballot, survivors, self._entrance.offer(ballot, survivors))
+        proposed = self._registers.propose(ballot, survivors, self._epoch_entry.offer(ballot, survivors))
         if not proposed:
-            self._entrance.leave()
+            self._epoch_entry.leave()
         return proposed
 
     def _refuse_if_excluded(self, ballot: Ballot) -> None:
@@ -269,14 +305,22 @@ class MembershipAgreement:
         proposed = ballot.state is State.PROPOSED and self._rank in ballot.survivors
         if proposed and not self._registers.void(ballot):
             return True
-        one, came = len(late) == 1, self._registers.coming().issuperset(late)
-        what = f"{'does' if one else 'do'} not go on with it" if came else "not called shrink()"
+        call, done = ("grow", "grown") if self._grows else ("shrink", "shrunk")
+        what = (
+            f"rank {self._rank}: group {self._group!r} was not {done} within {self._deadline.timeout_s:g} s: "
+        )
+        if not late:
+            raise CollectiveTimeoutError(
+                f"{what}a joining rank has not entered the new group yet. Call {call}() again"
+            )
+        one, came = len(late) == 1, self._registers.candidates().issuperset(late)
+        lacks = f"{'does' if one else 'do'} not go on with it" if came else f"not called {call}()"
         if not came:
-            what = f"{'has' if one else 'have'} {what}"
+            lacks = f"{'has' if one else 'have'} {lacks}"
         raise CollectiveTimeoutError(
-            f"rank {self._rank}: group {self._group!r} was not shrunk within {self._deadline.timeout_s:g} s:"
-            f" {', '.join(map(self._describe, late))} {'lives' if one else 'live'}, but {what}. Call shrink()"
-            f" again to go on waiting, or shrink(exclude={list(late)}) to go on without.{self._report(late)}",
+            f"{what}{', '.join(map(self._describe, late))} {'lives' if one else 'live'}, but {lacks}. Call"
+            f" {call}() again to go on waiting, or {call}(exclude={list(late)}) to go on without."
+            f"{self._report(late)}",
             tuple(late),
         )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
@@ -54,34 +55,32 @@ class ArenaRegisters(Registers):
         excluder = shared_words.load_acquire(self._word(self.rank, at.EXCLUDED)) - 1
         return exclusion_error(ballot, self.rank, f"rank {excluder}" if excluder >= 0 else None, group)
 
-    def come(self) -> None:
-        shared_words.store_ordered(self._word(self.rank, at.COMES), 1)
+    def announce(self, grows: bool = False) -> None:
+        shared_words.store_ordered(self._word(self.rank, at.CANDIDATE), at.GROWS if grows else at.SHRINKS)
 
-    def stop_coming(self) -> None:
-        shared_words.store_ordered(self._word(self.rank, at.COMES), 0)
+    def withdraw(self) -> None:
+        shared_words.store_ordered(self._word(self.rank, at.CANDIDATE), 0)
 
-    def get_ready(self, ballot: Ballot) -> None:
+    def acknowledge(self, ballot: Ballot) -> None:
         shared_words.store_ordered(self._word(self.rank, at.READY), ballot.epoch)
 
     def exclude(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             shared_words.compare_exchange(self._word(rank, at.EXCLUDED), 0, self.rank + 1)
 
-    def coming(self) -> set[int]:
-        return {rank for rank in range(self.size) if shared_words.load_acquire(self._word(rank, at.COMES))}
+    def candidates(self) -> set[int]:
+        return set(np.flatnonzero(self._words(at.CANDIDATE)).tolist())
+
+    def growing(self) -> set[int]:
+        return set(np.flatnonzero(self._words(at.CANDIDATE) == at.GROWS).tolist())
 
     def excluded(self) -> dict[int, int]:
-        excluders = {
-            rank: shared_words.load_acquire(self._word(rank, at.EXCLUDED)) for rank in range(self.size)
-        }
-        return {rank: excluder - 1 for rank, excluder in excluders.items() if excluder}
+        excluders = self._words(at.EXCLUDED)
+        return {rank: int(excluders[rank]) - 1 for rank in np.flatnonzero(excluders).tolist()}
 
-    def unready(self, ballot: Ballot) -> set[int]:
-        return {
-            rank
-            for rank in ballot.survivors
-            if shared_words.load_acquire(self._word(rank, at.READY)) != ballot.epoch
-        }
+    def unacknowledged(self, ballot: Ballot) -> set[int]:
+        ready = np.flatnonzero(self._words(at.READY) == ballot.epoch)
+        return set(ballot.survivors).difference(ready.tolist())
 
     def propose(self, ballot: Ballot, survivors: Iterable[int], key: bytes) -> bool:
         assert ballot.state is State.OPEN
@@ -96,8 +95,11 @@ class ArenaRegisters(Registers):
     def commit(self, ballot: Ballot) -> bool:
         return self._exchange(ballot, State.COMMITTED, ballot.epoch, ballot.proposer)
 
-    def void(self, ballot: Ballot) -> bool:
+    def void(self, ballot: Ballot, gone: Iterable[int] = ()) -> bool:
         return self._exchange(ballot, State.OPEN, ballot.epoch + 1, 0)
+
+    def accused(self) -> set[int]:
+        return set()  # every rank sees by itself who is gone
 
     def _exchange(self, ballot: Ballot, state: State, epoch: int, proposer: int) -> bool:
         desired = (((epoch - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
@@ -110,6 +112,13 @@ class ArenaRegisters(Registers):
 
     def _word(self, rank: int, offset: int) -> int:
         return self._arena.address + self._block(rank) + offset
+
+    def _words(self, offset: int) -> NDArray[np.int64]:
+        """Return a word of every rank."""
+        words = np.empty(self.size, dtype=np.int64)
+        stride = self._arena.layout.agreement_bytes
+        shared_words.load_each(self._word(0, offset), stride, self.size, words.ctypes.data)
+        return words
 
     def _proposal_at(self, rank: int, epoch: int) -> int:
         return self._block(rank) + at.PROPOSALS + (epoch & 1) * self._arena.layout.proposal_bytes

@@ -5,8 +5,8 @@ This needs no existing store, which may have died with a rank; the survivors rec
 processes, half of the key names an abstract Unix socket, and the other half is the token that both sides
 prove to know (fd_passing.py): every process on the host can see the names of such sockets.
 
-Nothing here waits long: a rank that waits calls :meth:`ArenaOffer.serve` or :meth:`ArenaRequest.answer`
-repeatedly.
+Nothing here waits longer than it is told to: a rank that waits calls :meth:`ArenaOffer.serve` or
+:meth:`ArenaRequest.answer` repeatedly.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from typing import Protocol
 
 from torchestra.engine import layout as at
@@ -25,7 +26,7 @@ from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT
 
 _CONNECT_SECONDS = 1.0
-_FAREWELL_SECONDS = 3.0
+_CLOSE_SECONDS = 3.0
 
 
 class ArenaTransfer:
@@ -60,8 +61,8 @@ class ArenaOffer(Protocol):
     key: bytes
     transfer: ArenaTransfer
 
-    def serve(self) -> None:
-        """Answer the ranks that have asked."""
+    def serve(self, timeout_s: float = 0.0) -> None:
+        """Answer the ranks that have asked; wait up to ``timeout_s`` for one to ask."""
 
     def close(self) -> None:
         """Stop answering."""
@@ -72,6 +73,9 @@ class ArenaRequest(Protocol):
 
     def answer(self) -> ArenaTransfer | None:
         """Return the transfer, or None if it has not come yet: call again then."""
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until :meth:`answer` may have come further, at most so long."""
 
     def close(self) -> None:
         """Stop asking."""
@@ -94,12 +98,13 @@ def make_request(key: bytes, rank: int, size: int, name: str, *, threads: bool) 
 def leave_store(store: Store) -> None:
     """Close the store of a group that this rank leaves; give the others a moment to finish first."""
     if isinstance(store, _ServedStore):
-        store.see_off()
+        store.linger()
     store.close()
 
 
 def _new_key() -> bytes:
-    return secrets.token_bytes(at.PROPOSAL_KEY_BYTES)
+    key = secrets.token_bytes(at.PROPOSAL_KEY_BYTES)
+    return bytes([key[0] & 0x7F]) + key[1:]  # not the key of an offer (admission.py)
 
 
 def _halves(key: bytes) -> tuple[str, bytes]:
@@ -127,8 +132,8 @@ class _ProcessOffer:
             self.transfer = ArenaTransfer(arena, store)
             undo.pop_all()
 
-    def serve(self) -> None:
-        self._server.serve(self.transfer.arena.descriptor, 0)
+    def serve(self, timeout_s: float = 0.0) -> None:
+        self._server.serve(self.transfer.arena.descriptor, timeout_s)
 
     def close(self) -> None:
         self._server.close()
@@ -140,10 +145,10 @@ class _ServedStore(TCPStore):
     def __init__(self, name: str, proof: bytes) -> None:
         super().__init__(_store_of(name), 0, is_master=True, secret=proof)
 
-    def see_off(self) -> None:
+    def linger(self) -> None:
         """Wait a little until the others have closed theirs."""
         if self._server is not None:
-            self._server.linger(_FAREWELL_SECONDS)
+            self._server.linger(_CLOSE_SECONDS)
 
 
 class _ProcessRequest:
@@ -155,6 +160,9 @@ class _ProcessRequest:
         invitation = f"torchestra-{self._name}:{self._token.hex()}"
         self._request = DescriptorRequest(invitation, None, rank, group)
         self._arena: Arena | None = None
+
+    def sleep(self, seconds: float) -> None:
+        self._request.sleep(seconds)
 
     def answer(self) -> ArenaTransfer | None:
         try:
@@ -205,8 +213,8 @@ class _ThreadOffer:
         self.transfer = ArenaTransfer(arena, HashStore(), {})
         _offered[self.key] = self.transfer
 
-    def serve(self) -> None:
-        pass
+    def serve(self, timeout_s: float = 0.0) -> None:
+        time.sleep(timeout_s)
 
     def close(self) -> None:
         _offered.pop(self.key, None)
@@ -220,6 +228,9 @@ class _ThreadRequest:
 
     def answer(self) -> ArenaTransfer | None:
         return _offered.get(self._key)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def close(self) -> None:
         pass

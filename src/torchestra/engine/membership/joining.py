@@ -49,7 +49,7 @@ from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits
 
 _LIVENESS_SECONDS = 0.05
-_LOOK_SECONDS = 0.5  # how often rank 0 looks whether another rank has said that it has failed
+_POLL_SECONDS = 0.5  # how often rank 0 looks whether another rank has said that it has failed
 _DESCRIPTORS = 8  # what a rank needs briefly to enter a group, with some to spare
 _LATE = " did not come within "  # in what rank 0 says of ranks that are late
 
@@ -95,24 +95,24 @@ def join(
     """
     deadline = Deadline(timeout_s)
     program = threading.current_thread() if thread is None else thread
-    enter = _Entering(rank, size, name, range(size) if group_ranks is None else group_ranks, program)
+    enter = _ArenaEntry(rank, size, name, range(size) if group_ranks is None else group_ranks, program)
     enter.has_died = has_died
     if size == 1:
         with naming_limits(f"group {name!r} cannot be made"):
-            return enter.place(_new_arena(1, name))
-    trouble = _Trouble(store, rank, name)
+            return enter.take_rank(_new_arena(1, name))
+    failures = _FailureReports(store, rank, name)
     try:
         with naming_limits(f"rank {rank} cannot enter group {name!r}"):
             if threads:
-                _join_threads(store, enter, deadline, trouble)
+                _join_threads(store, enter, deadline, failures)
             else:
                 check_free_descriptors(_DESCRIPTORS)
-                _join_processes(store, enter, deadline, trouble)
+                _join_processes(store, enter, deadline, failures)
         assert enter.context is not None
         if enter.context.peers is not None:
             enter.context.peers.dead()  # once now, while all live, to know later how one of them ended
     except BaseException as error:
-        trouble.tell(error)
+        failures.tell(error)
         if enter.context is not None:
             if not enter.context.is_aborted:
                 enter.context.abort(_why(rank, error))
@@ -131,7 +131,7 @@ def refuse(store: Store, why: str) -> None:
     store.compare_set("arena", "", f"failed {why}")
 
 
-class _Entering:
+class _ArenaEntry:
     """Enter an arena as one rank."""
 
     def __init__(
@@ -149,8 +149,8 @@ class _Entering:
             why = f"rank {leader} died before all ranks of the group had come"
             raise RankFailedError(f"rank {own}: group {self.name!r} cannot be used: {why}", (leader,))
 
-    def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
-        """Take the rank's place, visibly to the others."""
+    def take_rank(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
+        """Take the rank in the arena, which the other ranks see."""
         context = RankContext(arena, self.rank, self.name, spin_policy(self.size))
         context.group_ranks = self._group_ranks
         if threads is not None:
@@ -165,12 +165,12 @@ class _Entering:
         return context
 
 
-class _Trouble:
+class _FailureReports:
     """The reports, in the store, of ranks that cannot enter the group."""
 
     def __init__(self, store: Store, rank: int, name: str) -> None:
         self._store, self._rank, self._name = store, rank, name
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_check = time.monotonic() + _POLL_SECONDS
 
     def tell(self, error: BaseException) -> None:
         """Say that this rank has failed; never raises."""
@@ -183,15 +183,15 @@ class _Trouble:
             elif not is_known:
                 self._store.compare_set("failed", "", f"{self._rank} {why}")
 
-    def look(self, context: RankContext, *, now: bool = False) -> None:
+    def check(self, context: RankContext, *, now: bool = False) -> None:
         """On rank 0, called now and then: abort the group if another rank has said that it has failed.
 
         Raises:
             GroupAbortedError: one has.
         """
-        if self._rank != 0 or not (now or time.monotonic() >= self._next_look):
+        if self._rank != 0 or not (now or time.monotonic() >= self._next_check):
             return
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_check = time.monotonic() + _POLL_SECONDS
         if self._store.check(["failed"]):
             _, _, why = self._store.get("failed").decode(errors="replace").partition(" ")
             context.abort(why)
@@ -202,7 +202,7 @@ def _absent(context: RankContext) -> tuple[int, ...]:
     """Return the ranks that have never been in the arena."""
     arena = context.arena
     return tuple(
-        rank for rank in range(context.size) if arena.word(arena.control(rank) + at.STATE) == at.ABSENT
+        rank for rank in range(context.size) if arena.load_word(arena.control(rank) + at.STATE) == at.ABSENT
     )
 
 
@@ -235,11 +235,11 @@ def _first_barrier(context: RankContext, deadline: Deadline, look: Callable[[], 
             raise CollectiveTimeoutError(str(error), context.to_group_ranks(_absent(context))) from error
         raise
     except BaseException as error:
-        context.leave_halfway(error)
+        context.abandon_operation(error)
         raise
 
 
-def _join_threads(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> None:
+def _join_threads(store: Store, enter: _ArenaEntry, deadline: Deadline, failures: _FailureReports) -> None:
     """Make the arena, or look it up, and meet the others in the first barrier; in a thread that is a rank."""
     rank, name = enter.rank, enter.name
     token = secrets.token_hex(16) if rank == 0 else ""
@@ -256,25 +256,25 @@ def _join_threads(store: Store, enter: _Entering, deadline: Deadline, trouble: _
                     " process: give all ranks the same backend"
                 )
             shared = _thread_arenas[their_token]
-        context = enter.place(shared.arena, shared.threads)
-        _first_barrier(context, deadline, partial(trouble.look, context))
+        context = enter.take_rank(shared.arena, shared.threads)
+        _first_barrier(context, deadline, partial(failures.check, context))
     finally:
         _thread_arenas.pop(token, None)
 
 
-def _join_processes(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> None:
+def _join_processes(store: Store, enter: _ArenaEntry, deadline: Deadline, failures: _FailureReports) -> None:
     """Make the arena, or fetch it, and meet the others in the first barrier; in a process that is a rank."""
     if enter.rank == 0:
-        _lead(store, enter.place(_new_arena(enter.size, enter.name)), deadline, trouble, enter.has_died)
+        _lead(store, enter.take_rank(_new_arena(enter.size, enter.name)), deadline, failures, enter.has_died)
     else:
-        _first_barrier(_follow(store, enter, deadline, trouble), deadline)
+        _first_barrier(_follow(store, enter, deadline, failures), deadline)
 
 
-def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> RankContext:
+def _follow(store: Store, enter: _ArenaEntry, deadline: Deadline, failures: _FailureReports) -> RankContext:
     """Fetch the arena, and take this rank's place in it, in a process that is not rank 0."""
     rank, name = enter.rank, enter.name
     backend, invitation = _await_arena(
-        store, rank, enter.size, name, deadline, _LOOK_SECONDS, enter.check_leader
+        store, rank, enter.size, name, deadline, _POLL_SECONDS, enter.check_leader
     )
     if backend != "processes":
         raise DistBackendError(
@@ -294,9 +294,9 @@ def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Troubl
                 arena = Arena.attach(descriptor, layout_for(enter.size))
             finally:
                 os.close(descriptor)
-            return enter.place(arena)
+            return enter.take_rank(arena)
         except BaseException as error:
-            trouble.tell(error)  # before rank 0 sees the connection end
+            failures.tell(error)  # before rank 0 sees the connection end
             raise
 
 
@@ -340,15 +340,15 @@ def _lead(
     store: Store,
     context: RankContext,
     deadline: Deadline,
-    trouble: _Trouble,
+    failures: _FailureReports,
     has_died: Callable[[int], bool] | None,
 ) -> None:
     """Rank 0: give the descriptor to every other rank, and meet them in the first barrier."""
     name, size = context.name, context.size
     with DescriptorServer(range(1, size), store.secret, name, keeps=True) as admission:
         store.set("arena", f"processes {admission.invitation}")
-        look = partial(_look_around, admission, context, trouble, has_died)
-        next_look = time.monotonic() + _LIVENESS_SECONDS
+        look = partial(_check_others, admission, context, failures, has_died)
+        next_check = time.monotonic() + _LIVENESS_SECONDS
         try:
             while waiting := admission.waited_for:
                 if deadline.expired():
@@ -361,19 +361,19 @@ def _lead(
                     context.abort(message)
                     raise CollectiveTimeoutError(message, missing)
                 admission.serve(context.arena.descriptor)
-                if (now := time.monotonic()) >= next_look:
+                if (now := time.monotonic()) >= next_check:
                     look()
-                    next_look = now + _LIVENESS_SECONDS
+                    next_check = now + _LIVENESS_SECONDS
             _first_barrier(context, deadline, look)
         except BaseException as error:
-            trouble.tell(error)  # before later ranks find no server here
+            failures.tell(error)  # before later ranks find no server here
             raise
 
 
-def _look_around(
+def _check_others(
     admission: DescriptorServer,
     context: RankContext,
-    trouble: _Trouble,
+    failures: _FailureReports,
     has_died: Callable[[int], bool] | None,
 ) -> None:
     """Abort the group if a rank has died on its way into it, or cannot enter it."""
@@ -381,7 +381,7 @@ def _look_around(
     if has_died is not None:
         ended.update(filter(has_died, admission.waited_for))
     lost = ended.intersection(_absent(context))  # in this order: ranks that have entered may end both
-    trouble.look(context, now=bool(lost))
+    failures.check(context, now=bool(lost))
     if died := lost.union(context.peers.dead() if context.peers is not None else ()):
         names = ", ".join(map(context.describe, sorted(died)))
         context.abort(

@@ -13,31 +13,31 @@ it together and the group stays usable.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations
-from torchestra.engine.failure.abort import write_abort_text
-from torchestra.engine.failure.hang_report import hang_report
-from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
+from torchestra.engine.diagnosis.last_seen import end_last_seen
+from torchestra.engine.failure.abort import read_abort_text, write_abort_text
+from torchestra.engine.failure.hang_report import HostReport, hang_report, host_report, name_missing
+from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, pid_namespace, process_start
 from torchestra.engine.failure.mismatches import (
     call_of,
     differing_thresholds,
     late_mismatch,
+    mismatch_text,
     operation_now,
     tell_call,
 )
-from torchestra.engine.failure.stack_reporter import StackReporter
+from torchestra.engine.failure.stack_reporter import offer_facts
 from torchestra.engine.kernels import shared_words
-from torchestra.engine.kernels.placement import LOOK_EVERY
+from torchestra.engine.kernels.placement import REBALANCE_EVERY
 from torchestra.engine.kernels.selection import SpinPolicy, cores_in_affinity
 from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.memory.arena import Arena
@@ -45,9 +45,11 @@ from torchestra.engine.memory.heap import Heap, find_heaps
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_dump import dump_flight_record
+from torchestra.engine.recorder.flight_record import waits_for_other_hosts
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DistBackendError,
     GroupAbortedError,
     GroupDestroyedError,
     LateMismatchError,
@@ -56,10 +58,9 @@ from torchestra.errors import (
 )
 from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children
-from torchestra.system.limits import start_thread
 from torchestra.system.try_lock import TryLock
 
-_LIVENESS_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 0.05, 1.0, 2.0
+_AT_ONCE_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 1e-9, 1.0, 4.0
 
 
 class RankContext:
@@ -70,7 +71,7 @@ class RankContext:
             where the arena holds only some ranks of a group.
         when_aborted: called with the text that :meth:`abort` wrote, on the rank that wrote it.
         host: where the ranks of the arena are, for messages; empty if the whole group is there.
-        ask_elsewhere: returns where the ranks of other hosts stand, in lines.
+        ask_elsewhere: returns where the ranks of other hosts stand.
     """
 
     def __init__(self, arena: Arena, rank: int, name: str, policy: SpinPolicy) -> None:
@@ -83,16 +84,15 @@ class RankContext:
         self.shrinking = TryLock()
         self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
         self.host = ""
-        self.ask_elsewhere: Callable[[], str] = str
+        self.ask_elsewhere: Callable[[], list[HostReport]] = list
         self.program = threading.current_thread()
         self.peers: Peers | None = None
-        self.closed = False
-        self._inherited = False
+        self.closed = self._inherited = False
         self._aborted: GroupAbortedError | None = None
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
         self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
-        self._poll_interval = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
+        self._poll_interval = np.array([0, int(policy.poll_interval_s * 1e9)], dtype=np.int64)
         self.address: int = self._words.ctypes.data
         self.heap = Heap(arena, rank, partial(find_heaps, arena, self._words))
         layout, base = arena.layout, arena.address
@@ -103,7 +103,7 @@ class RankContext:
             (at.SPLITS, base + layout.splits),
             (at.SLOTS, base + layout.slots),
             (at.SLOT_BYTES, layout.slot_bytes),
-            (at.EARLY_SLOTS, base + layout.early_slots),
+            (at.EAGER_SLOTS, base + layout.eager_slots),
             (at.CHUNK_BUFFERS, base + layout.chunk_buffers),
             (at.CHUNK_BUFFER_BYTES, layout.chunk_buffer_bytes),
             (at.ABORT, base + at.HEADER_ABORT),
@@ -111,10 +111,10 @@ class RankContext:
             (at.YIELDS, policy.yields),
             (at.POLL_INTERVAL, self._poll_interval.ctypes.data),
             (at.RECORD, base + arena.record(rank)),
-            (at.CLOCK, arena.word(at.HEADER_CLOCK)),
+            (at.CLOCK, arena.load_word(at.HEADER_CLOCK)),
             (at.CORES, cores_in_affinity()),
             (at.MASKS, self._masks.ctypes.data),
-            (at.NEXT_LOOK, LOOK_EVERY),
+            (at.NEXT_REBALANCE, REBALANCE_EVERY),
             *((table, self._tables[index].ctypes.data) for index, table in enumerate(at.TABLES)),
         ):
             self._words[offset // 8] = value
@@ -136,11 +136,11 @@ class RankContext:
 
     # -- for the engine
 
-    def word(self, offset: int) -> int:
+    def load_word(self, offset: int) -> int:
         """Return a word of the private context."""
         return int(self._words[offset // 8])
 
-    def set_word(self, offset: int, value: int) -> None:
+    def store_word(self, offset: int, value: int) -> None:
         self._words[offset // 8] = value
 
     def set_table(self, table: int, values: Sequence[int]) -> None:
@@ -171,28 +171,30 @@ class RankContext:
             site: the line of the program that called, where it is not on this thread's stack.
         """
         deadline = Deadline(timeout_s)
-        spins, yields = self.word(at.SPINS), self.word(at.YIELDS)
+        spins, yields, interval_s = self.load_word(at.SPINS), self.load_word(at.YIELDS), self.poll_interval_s
         suspect: int | None = None
         try:
             while code == at.PENDING:
                 if deadline.elapsed() > _RESTLESS_SECONDS:
                     # After so long a wait a slower wake-up does not matter, and the wait should cost nothing.
-                    self.set_word(at.SPINS, 0)
-                    self.set_word(at.YIELDS, 0)
+                    self.store_word(at.SPINS, 0)
+                    self.store_word(at.YIELDS, 0)
                 meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
-                doing, blocked = operations.describe(meta, count), self.word(at.BLOCKED)
+                doing, blocked = operations.describe(meta, count), self.load_word(at.BLOCKED)
                 suspect = self.check(doing, blocked, deadline, suspect, site=site)
+                self.poll_interval_s = interval_s if suspect is None else _AT_ONCE_SECONDS
                 code = kernel(*arguments)
         finally:
-            self.set_word(at.SPINS, spins)
-            self.set_word(at.YIELDS, yields)
+            self.poll_interval_s = interval_s
+            self.store_word(at.SPINS, spins)
+            self.store_word(at.YIELDS, yields)
         if code == at.ABORTED:
             raise self.aborted()
         if code == at.LATE_MISMATCH:
-            self.abort(late_mismatch(self.arena, self.word, self.describe, site), mismatch=True)
+            self.abort(late_mismatch(self.arena, self.load_word, self.describe, site), mismatch=True)
             raise self.aborted()
         if code == at.MISMATCH:
-            self.set_word(at.RESUME, 0)
+            self.store_word(at.RESUME, 0)
             meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
             self._raise_mismatch(meta, count, site, timeout_s)
 
@@ -201,9 +203,9 @@ class RankContext:
         if not self._inherited:
             recorder.fail_entry(self.address)
 
-    def leave_halfway(self, error: BaseException) -> None:
+    def abandon_operation(self, error: BaseException) -> None:
         """Abort the group because this rank has left its current operation with an exception."""
-        operation = operation_now(self.arena, self.rank, self.word)
+        operation = operation_now(self.arena, self.rank, self.load_word)
         self.abort(f"rank {self.group_rank} left {operation} with {type(error).__name__}: {error}")
 
     def check(
@@ -235,7 +237,7 @@ class RankContext:
             CollectiveTimeoutError: the deadline has expired.
             GroupDestroyedError: this rank has closed the group meanwhile.
         """
-        if self.arena.word(at.HEADER_ABORT):
+        if self.arena.load_word(at.HEADER_ABORT):
             raise self.aborted()
         if self.closed:
             raise GroupDestroyedError(
@@ -243,12 +245,12 @@ class RankContext:
             )
         dead = self._dead()
         gone = self._gone(blocked, dead, alone)
-        explain = partial(self.report, range(self.size), site)
+        explain = partial(self.report, range(self.size), site, ())
         if gone is not None:
             if suspect != gone:
                 return gone
             if gone in dead:
-                died = ", ".join(f"{self.describe(rank)} died ({self.how(rank)})" for rank in dead)
+                died = ", ".join(f"{self.describe(rank)} died ({self.end_reason(rank)})" for rank in dead)
                 why = f"{died}; rank {self.group_rank} saw it in {doing}"
                 self.abort(why, self.to_group_ranks(dead), explain)
             else:
@@ -261,7 +263,7 @@ class RankContext:
         if deadline is not None and deadline.expired():
             if alone:
                 raise self._message_timeout(doing, blocked, deadline)
-            raise self._timeout(doing, deadline, explain)
+            raise self._timeout(doing, deadline, site)
         return None
 
     def _message_timeout(self, doing: str, blocked: int | None, deadline: Deadline) -> CollectiveTimeoutError:
@@ -270,22 +272,26 @@ class RankContext:
         return CollectiveTimeoutError(
             f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
             f" {self.group_rank} (the timeout is {deadline.timeout_s:g} s); the group stays"
-            f" usable.{self.report(ranks)}",
+            f" usable.{self.report(ranks, None, self.ask_elsewhere())}",
             self.to_group_ranks(ranks),
         )
 
-    def _timeout(self, doing: str, deadline: Deadline, explain: Callable[[], str]) -> CollectiveTimeoutError:
+    def _timeout(self, doing: str, deadline: Deadline, site: str | None) -> DistBackendError:
         """Abort the group, as the time of an operation is over, and return the error."""
-        missing = self.to_group_ranks(self.missing())
+        late = [rank for rank in self.missing() if not waits_for_other_hosts(self.arena, rank)]
+        if self.host and not late and self._await_abort():
+            return self.aborted()  # the rank that waits for other hosts has asked them
+        here, elsewhere = self.to_group_ranks(late), self.ask_elsewhere()
+        names = ([named(here) + self._here()] if here else []) + name_missing(elsewhere)
+        who = f"{', '.join(names)} had not arrived" if names else "all ranks had arrived"
         message = (
             f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
-            f" {self.group_rank}: {named(missing) + self._here() if missing else 'no rank'} had not arrived"
-            f" (the timeout is {deadline.timeout_s:g} s)."
+            f" {self.group_rank}: {who} (the timeout is {deadline.timeout_s:g} s)."
         )
-        elsewhere = self.ask_elsewhere()
-        self.abort(message, explain=lambda: elsewhere + explain())
+        missing = here + tuple(rank for host in elsewhere for rank in host.missing)
+        self.abort(message, explain=partial(self.report, range(self.size), site, elsewhere))
         # The same lines on every rank, though several may have come to the end of their time at once.
-        return CollectiveTimeoutError(message + self._abort_text()["report"], missing)
+        return CollectiveTimeoutError(message + read_abort_text(self.arena)["report"], missing)
 
     @property
     def group_rank(self) -> int:
@@ -296,7 +302,7 @@ class RankContext:
         """Make messages and records say that the group has more ranks, on other hosts."""
         self.host = host
         length = self.arena.set_text(at.HEADER_HOST, at.HEADER_HOST_BYTES, host)
-        self.arena.set_word(at.HEADER_HOST_LENGTH, length)
+        self.arena.store_word(at.HEADER_HOST_LENGTH, length)
         shared_words.store_ordered(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
 
     def describe(self, rank: int) -> str:
@@ -310,24 +316,26 @@ class RankContext:
         """Return the numbers of some ranks in the group."""
         return tuple(self.group_ranks[rank] for rank in ranks)
 
-    def _dead(self) -> tuple[int, ...]:
-        """Return the ranks that have ended without destroying the group."""
-        dead = self.peers.dead() if self.peers is not None else ()
+    def _dead(self, now: bool = False) -> tuple[int, ...]:
+        """Return the ranks that have ended without destroying the group; ``now`` as for Peers.dead."""
+        dead = self.peers.dead(now) if self.peers is not None else ()
         return tuple(rank for rank in dead if not self.has_left(rank))
 
     def gone(self) -> frozenset[int]:
         """Return the ranks that have died or left."""
-        dead = self.peers.dead() if self.peers is not None else ()
-        return frozenset(dead).union(rank for rank in range(self.size) if self.has_left(rank))
+        return frozenset(self._dead()).union(self._left())
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has destroyed the group."""
-        return self.arena.word(self.arena.control(rank) + at.STATE) == at.LEFT
+        return self.arena.load_word(self.arena.control(rank) + at.STATE) == at.LEFT
+
+    def _left(self) -> list[int]:
+        return [rank for rank, state in enumerate(self.arena.states()) if state == at.LEFT]
 
     def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
         """Return a rank that is gone and that the wait cannot end without, or None."""
         if blocked is None:
-            left = [rank for rank in range(self.size) if self.has_left(rank)]
+            left = self._left()
             return dead[0] if dead else left[0] if len(left) == self.size - 1 else None
         for rank in (blocked,) if alone else (blocked, *self.missing()):
             if rank in dead or self.has_left(rank):
@@ -336,14 +344,12 @@ class RankContext:
 
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that have not arrived in this rank's current operation."""
-        now = self.word(at.SEQUENCE) << at.STEP_BITS
-        return tuple(
-            rank for rank in range(self.size) if rank != self.rank and self.arena.progress(rank) <= now
-        )
+        progress, now = self.arena.progress, self.load_word(at.SEQUENCE) << at.STEP_BITS
+        return tuple(rank for rank in range(self.size) if rank != self.rank and progress(rank) <= now)
 
     def abort_to_shrink(self) -> None:
         """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
-        if dead := self._dead():
+        if dead := self._dead(now=True):
             died = self.to_group_ranks(dead)
             self.abort(f"{named(died)} died; rank {self.group_rank} saw it in shrink()", failed=died)
         else:
@@ -372,13 +378,12 @@ class RankContext:
         elif self._await_abort():
             return
         # A second rank here waits no longer for the first, which has died, or takes long to explain.
-        written = write_abort_text(self.arena, why, failed, report, mismatch)
-        if not written:
+        if not (written := write_abort_text(self.arena, why, failed, report, mismatch)):
             if self._await_abort():
                 return
             self._aborted = self._error_for(why, failed)  # another rank has died while it wrote
         shared_words.store_ordered(header + at.HEADER_ABORT, 1)
-        shared_words.wake_everybody(self.address)
+        shared_words.wake_all(self.address)
         dump_flight_record(self.arena)
         if written and self.when_aborted is not None:
             self.when_aborted(why, failed, report)
@@ -398,38 +403,30 @@ class RankContext:
         if (exclusion := self.registers.exclusion(self.name)) is not None:
             return exclusion
         if self._aborted is None:
-            text = self._abort_text()
+            text = read_abort_text(self.arena)
             self._aborted = self._error_for(
                 text["why"] + text["report"], tuple(text["failed"]), text["mismatch"]
             )
         # A new object each time: a traceback must not grow over repeated raises.
         return copy.copy(self._aborted)
 
-    def _abort_text(self) -> dict[str, Any]:
-        """Return the text by the rank that aborted the group."""
-        length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
-        if length == 0:
-            return {"why": "a rank died while it said why", "failed": (), "report": "", "mismatch": False}
-        text: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
-        return text
-
-    def how(self, rank: int) -> str:
+    def end_reason(self, rank: int) -> str:
         """Return how a rank that is dead ended, as far as it can be known."""
-        return "its process is gone" if self.peers is None else self.peers.how(rank)
+        return "its process is gone" if self.peers is None else self.peers.end_reason(rank)
 
     @property
     def is_aborted(self) -> bool:
-        return self.arena.word(at.HEADER_ABORT) != 0
+        return self.arena.load_word(at.HEADER_ABORT) != 0
 
     def announce(self) -> None:
         """Enter this rank into the arena: its identity, and that it is present."""
         self.arena.hold(self.rank)
         pid = os.getpid()
-        self.arena.set_word(self._control + at.PROCESS, pid)
-        self.arena.set_word(self._control + at.STARTED, process_start(pid))
-        self.arena.set_word(self._control + at.PID_NAMESPACE, process_space())
+        self.arena.store_word(self._control + at.PROCESS, pid)
+        self.arena.store_word(self._control + at.STARTED, process_start(pid))
+        self.arena.store_word(self._control + at.PID_NAMESPACE, pid_namespace())
         for rank, group_rank in enumerate(self.group_ranks):
-            self.arena.set_word(self.arena.control(rank) + at.GROUP_RANK, group_rank)
+            self.arena.store_word(self.arena.control(rank) + at.GROUP_RANK, group_rank)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)
 
     def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
@@ -443,20 +440,20 @@ class RankContext:
             self.peers = PeerThreads(threads, self.rank)
         elif self.size > 1:
             self.peers = PeerProcesses(self.arena, self.rank)
-            reporter = StackReporter(self.arena, self.rank, self.name, program, lambda: self.closed)
-            start_thread(reporter)
+        offer_facts(self, answers=threads is None and self.size > 1)
 
     def leave(self) -> None:
         """Announce that this rank has left the group."""
         self.closed = True
         if self._inherited:
             return
+        end_last_seen(self)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.LEFT)
         dead = self._dead()
         if not self.is_aborted and all(rank in dead or self.has_left(rank) for rank in range(self.size)):
             dump_flight_record(self.arena)  # the last to leave
         shared_words.increment_and_wake(self.arena.address + self._control + at.ASKED)  # ends the watcher
-        shared_words.wake_everybody(self.address)
+        shared_words.wake_all(self.address)
         if self.peers is not None:
             self.peers.close()
 
@@ -466,14 +463,14 @@ class RankContext:
             self._tables[at.TABLES.index(table)].tolist() for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
         )
         mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
-        mine += f"{differing_thresholds(self.arena, self.word)} at {site or call_site()}"
+        mine += f"{differing_thresholds(self.arena, self.load_word)} at {site or call_site()}"
         tell_call(self.arena, self.rank, mine)
         deadline = Deadline(min(timeout_s, 10))
         for step in (2, 3):
             shared_words.publish_step(self.address, step)
             suspect: int | None = None
             while shared_words.await_step(self.address, step) != at.DONE:
-                blocked = self.word(at.BLOCKED)
+                blocked = self.load_word(at.BLOCKED)
                 if self.is_aborted:
                     raise self.aborted()
                 if deadline.expired() or blocked == suspect:
@@ -483,17 +480,16 @@ class RankContext:
                 calls = [
                     mine if rank == self.rank else call_of(self.arena, rank) for rank in range(self.size)
                 ]
-        lines = "".join(
-            f"\n  rank {group_rank} called {call}"
-            for group_rank, call in zip(self.group_ranks, calls, strict=True)
+        text = mismatch_text(
+            self.name, self.load_word(at.SEQUENCE), dict(zip(self.group_ranks, calls, strict=True))
         )
-        raise CollectiveMismatchError(
-            f"the ranks of group {self.name!r} called different operations (number"
-            f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
-        )
+        raise CollectiveMismatchError(f"{text}\nNothing was sent; the group stays usable.")
 
-    def report(self, ranks: Iterable[int], site: str | None = None) -> str:
-        """Return a line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""
-        own = (self.rank, site or call_site(otherwise=self.program.ident))
-        lines = hang_report(self.arena, self.peers, ranks, self._dead(), own)
-        return f"\nhost {self.host}:{lines}" if self.host else lines
+    def report(self, ranks: Iterable[int], site: str | None, elsewhere: Sequence[HostReport]) -> str:
+        """Return a diagnosis and a line for each of the ranks; ``site`` as for :meth:`finish`."""
+        return hang_report([*elsewhere, self.host_report(ranks, site)], self.group_rank)
+
+    def host_report(self, ranks: Iterable[int], site: str | None = None) -> HostReport:
+        """Return where the ranks of this host stand, with a line for each of ``ranks``."""
+        own = site or call_site(otherwise=self.program.ident)
+        return host_report(self, range(self.size), frozenset(ranks), self._dead(), own)

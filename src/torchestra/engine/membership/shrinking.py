@@ -7,12 +7,14 @@ within the host for certain (liveness.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.kernels.selection import spin_policy
+from torchestra.engine.membership.admission import is_offer
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, PollInterval
 from torchestra.engine.membership.arena_transfer import (
     ArenaOffer,
@@ -21,6 +23,8 @@ from torchestra.engine.membership.arena_transfer import (
     make_offer,
     make_request,
 )
+from torchestra.engine.membership.entering import E
+from torchestra.engine.membership.growing import GrownGroup, Growth
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import Store
@@ -31,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class ShrunkGroup:
     """A survivor's part in the new group.
 
     Attributes:
@@ -45,7 +49,13 @@ class Shrunk:
     survivors: tuple[int, ...]
 
 
-def shrink(context: RankContext, name: str, exclude: Sequence[int], timeout_s: float) -> Shrunk:
+def shrink(
+    context: RankContext,
+    name: str,
+    exclude: Sequence[int],
+    timeout_s: float,
+    growth: Growth[E] | None = None,
+) -> ShrunkGroup | GrownGroup[E]:
     """Agree with the other survivors which ranks go on, and enter a new group with them.
 
     Must be called by every rank that shall go on. The old group is left as it is: unusable for operations, if
@@ -55,28 +65,34 @@ def shrink(context: RankContext, name: str, exclude: Sequence[int], timeout_s: f
         context: this rank's, in the old group.
         name: of the new group, for messages; the same on all ranks.
         exclude: ranks to go on without, whether they live or not.
+        growth: lets others in; default: nobody is let in.
 
     Raises:
         RankExcludedError: the others go on without this rank.
         CollectiveTimeoutError: a rank lives but has not come; it is named.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
-    entrance = _ArenaEntrance(context, name)
+    epoch_entry, deadline = _ArenaEpochEntry(context, name), Deadline(timeout_s)
+    growing = None if growth is None else growth.around(epoch_entry, context.registers, deadline)
     agreement = MembershipAgreement(
         context.registers,
-        entrance,
+        growing or epoch_entry,
         context.name,
-        Deadline(timeout_s),
+        deadline,
         _INTERVAL,
         context.describe,
-        context.report,
+        lambda late: context.host_report(late).lines,
+        grows=growing is not None,
     )
 
-    def attempt() -> Shrunk:
+    def attempt() -> ShrunkGroup | GrownGroup[E]:
         try:
-            return entrance.conclude(agreement.run(exclude))
+            ballot = agreement.run(exclude)
+            if growing is not None and is_offer(ballot.key):
+                return growing.conclude(ballot)
+            return epoch_entry.conclude(ballot)
         finally:
-            entrance.stop_passing()
+            epoch_entry.stop_passing()
 
     return run_alone(context, context.rank, attempt)
 
@@ -100,7 +116,7 @@ def run_alone(context: RankContext, rank: int, attempt: Callable[[], T]) -> T:
     return outcome
 
 
-class _ArenaEntrance:
+class _ArenaEpochEntry:
     """Enter the group ``name`` through a new arena, in place of the group of ``context``."""
 
     def __init__(self, context: RankContext, name: str) -> None:
@@ -122,6 +138,8 @@ class _ArenaEntrance:
 
     def advance(self, ballot: Ballot) -> bool | None:
         rank, size = ballot.survivors.index(self._old.rank), len(ballot.survivors)
+        if is_offer(ballot.key):
+            return None  # this rank admits no new ranks
         if self._offer is not None:
             self._offer.serve()
         elif ballot.proposer == self._old.rank:
@@ -139,6 +157,14 @@ class _ArenaEntrance:
         if transfer.threads is not None:
             transfer.threads[rank] = self._old.program
         self._new.announce()
+
+    def wait(self, seconds: float) -> None:
+        if self._offer is not None:
+            self._offer.serve(seconds)
+        elif self._request is not None and self._new is None:
+            self._request.sleep(seconds)
+        else:
+            time.sleep(seconds)
 
     def awaited(self, ballot: Ballot) -> set[int]:
         return {ballot.proposer}  # which does not hand the arena out
@@ -158,9 +184,9 @@ class _ArenaEntrance:
         if self._request is not None:
             self._request.close()
 
-    def conclude(self, ballot: Ballot) -> Shrunk:
+    def conclude(self, ballot: Ballot) -> ShrunkGroup:
         """Begin to watch the liveness of the new group's ranks, and return the result."""
         assert self._new is not None, "an epoch is committed only when all its survivors were ready"
         assert self._transfer is not None
         self._new.meet_peers(self._transfer.threads, self._old.program)
-        return Shrunk(self._new, self._transfer.store, ballot.survivors)
+        return ShrunkGroup(self._new, self._transfer.store, ballot.survivors)

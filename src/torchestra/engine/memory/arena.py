@@ -44,7 +44,7 @@ from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.engine.tuned_thresholds import choices_for_group
 from torchestra.errors import DistBackendError
 from torchestra.system.limits import no_descriptors
-from torchestra.system.memory_files import SHARED_MEMORY, make_memory_file
+from torchestra.system.memory_files import SHARED_MEMORY, make_memory_file, no_room
 
 _MEBIBYTE = 1 << 20
 _GIBIBYTE = 1 << 30
@@ -116,7 +116,7 @@ class Arena:
     @property
     def choices(self) -> Choices:
         """Return the thresholds of the group, set by the rank that made the arena."""
-        return Choices(*(self.word(at.HEADER_CHOICES + 8 * n) for n in range(len(fields(Choices)))))
+        return Choices(*(self.load_word(at.HEADER_CHOICES + 8 * n) for n in range(len(fields(Choices)))))
 
     @property
     def heaps(self) -> npt.NDArray[np.uint8]:
@@ -225,27 +225,24 @@ class Arena:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise no_descriptors(f"cannot make the memory of a group of {layout.size} ranks") from error
             if error.errno == errno.ENOSPC:
-                raise DistBackendError(
-                    f"{SHARED_MEMORY}, which is used because this system has no memfd_create, has no room for"
-                    f" the {layout.heaps / _MEBIBYTE:.0f} MiB of a group of {layout.size} ranks; make it"
-                    " larger (docker run --shm-size)"
-                ) from error
+                what = f"the {layout.heaps / _MEBIBYTE:.0f} MiB of a group of {layout.size} ranks"
+                raise no_room(what) from error
             raise DistBackendError(
                 f"cannot make {layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
                 f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks ({error}):"
                 " is the address space (ulimit -v) or the size of files (ulimit -f) limited?"
             ) from error
         for offset, value in cls._header(layout):
-            arena.set_word(offset, value)
+            arena.store_word(offset, value)
         for number, value in enumerate(astuple(choices_for_group(layout.size, arena.buffer_bytes))):
-            arena.set_word(at.HEADER_CHOICES + 8 * number, value)
+            arena.store_word(at.HEADER_CHOICES + 8 * number, value)
         clock = best_clock()
         moment = Moment.now(clock)
-        arena.set_word(at.HEADER_CLOCK, clock)
-        arena.set_word(at.HEADER_TICKS, moment.ticks)
-        arena.set_word(at.HEADER_NANOSECONDS, moment.nanoseconds)
+        arena.store_word(at.HEADER_CLOCK, clock)
+        arena.store_word(at.HEADER_TICKS, moment.ticks)
+        arena.store_word(at.HEADER_NANOSECONDS, moment.nanoseconds)
         length = arena.set_text(at.HEADER_NAME, at.HEADER_NAME_BYTES, name)
-        arena.set_word(at.HEADER_NAME_LENGTH, length)
+        arena.store_word(at.HEADER_NAME_LENGTH, length)
         return arena, descriptor
 
     @classmethod
@@ -267,11 +264,10 @@ class Arena:
             )
         arena = cls(descriptor, layout)
         for offset, value in cls._header(layout):
-            if arena.word(offset) != value:
+            if arena.load_word(offset) != value:
                 raise DistBackendError(
-                    f"the group's arena has {arena.word(offset)} in word {offset} of its header, expected"
-                    f" {value}:"
-                    " do all ranks run the same version of torchestra?"
+                    f"the group's arena has {arena.load_word(offset)} in word {offset} of its header,"
+                    f" expected {value}: do all ranks run the same version of torchestra?"
                 )
         return arena
 
@@ -286,12 +282,22 @@ class Arena:
             (at.HEADER_HEAP_BYTES, layout.heap_bytes),
         ]
 
-    def word(self, offset: int) -> int:
+    def load_word(self, offset: int) -> int:
         """Return the word at a byte offset in the header or a control block (not ordered with others)."""
         return int(self._words[offset // 8])
 
-    def set_word(self, offset: int, value: int) -> None:
+    def states(self) -> list[int]:
+        """Return the states of all ranks (not ordered with others)."""
+        first = (self.control(0) + at.STATE) // 8
+        stride = at.CONTROL_BYTES // 8
+        return self._words[first : first + stride * self.layout.size : stride]
+
+    def store_word(self, offset: int, value: int) -> None:
         self._words[offset // 8] = value
+
+    def words(self, offset: int, count: int) -> npt.NDArray[np.int64]:
+        """Return words, to be written; the mapping stays as long as the array does."""
+        return self.bytes[offset : offset + 8 * count].view(np.int64)
 
     def text(self, offset: int, length: int) -> str:
         return bytes(self.bytes[offset : offset + length]).decode(errors="replace")
@@ -308,7 +314,7 @@ class Arena:
 
     def progress(self, rank: int) -> int:
         """Return the last step that a rank has finished, and of which operation, as in a flag."""
-        return max(self.word(self.flag_line(rank, number) + at.FLAG) for number in range(at.FLAGS))
+        return max(self.load_word(self.flag_line(rank, number) + at.FLAG) for number in range(at.FLAGS))
 
     def control(self, rank: int) -> int:
         """Return the byte offset of a rank's control block."""

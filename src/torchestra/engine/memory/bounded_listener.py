@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.tcp.locality import peer_user
 
-MOST_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 _ACCEPTED_AT_ONCE = 64
-_BREATH = 0.05
+_ACCEPT_PAUSE_SECONDS = 0.05
 
 
 class BoundedListener:
@@ -31,7 +31,7 @@ class BoundedListener:
         what: the purpose, for the log, such as ``"group 'default'"``.
         timeout_s: how long a connection has to prove itself.
         expected: returns how many processes of the job are still to come; they have room in addition to
-            :data:`MOST_STRANGERS`.
+            :data:`MAX_UNAUTHENTICATED`.
         refusals: logs the refused connections.
 
     Raises:
@@ -52,7 +52,7 @@ class BoundedListener:
         self._refusals = refusals
         # When the time of each is over. They are in the order in which they came, so in that of their times.
         self._deadlines: dict[socket.socket, float] = {}
-        self._rest_until = 0.0
+        self._paused_until = 0.0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._selector = selectors.DefaultSelector()
@@ -77,8 +77,8 @@ class BoundedListener:
         Args:
             timeout_s: how long to wait for something to do; 0 to return at once.
         """
-        if self._rest_until:
-            self._rest(timeout_s)
+        if self._paused_until:
+            self._pause_accepting(timeout_s)
         came = [key.fileobj for key, _ in self._selector.select(timeout_s)]
         for connection in came:
             assert isinstance(connection, socket.socket)
@@ -132,7 +132,7 @@ class BoundedListener:
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ)
             self._deadlines[connection] = time.monotonic() + self._timeout_s
-            if len(self._deadlines) > MOST_STRANGERS + self._expected():
+            if len(self._deadlines) > MAX_UNAUTHENTICATED + self._expected():
                 self.drop(next(iter(self._deadlines)))
 
     def _make_room(self, error: OSError) -> None:
@@ -142,12 +142,12 @@ class BoundedListener:
             return
         self._refusals.warn("%s: cannot accept a connection: %s", self._what, error)
         self._selector.unregister(self._listener)
-        self._rest_until = time.monotonic() + _BREATH
+        self._paused_until = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
-    def _rest(self, timeout_s: float) -> None:
+    def _pause_accepting(self, timeout_s: float) -> None:
         """Accept no connection for a moment; without it, a caller that waits for one would spin."""
         if timeout_s:
-            time.sleep(max(0.0, min(timeout_s, self._rest_until - time.monotonic())))
-        if time.monotonic() >= self._rest_until:
-            self._rest_until = 0.0
+            time.sleep(max(0.0, min(timeout_s, self._paused_until - time.monotonic())))
+        if time.monotonic() >= self._paused_until:
+            self._paused_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)

@@ -137,7 +137,7 @@ class DescriptorServer:
     def serve(self, descriptor: int, timeout_s: float = _TICK) -> None:
         """Handle all connections that are ready; wait up to ``timeout_s`` for one."""
         for connection in self._listener.ready(timeout_s):
-            self._hear(connection, descriptor)
+            self._read_packet(connection, descriptor)
 
     def ended(self) -> list[int]:
         """Return the ranks that have ended their connection, or have died, since this was called last."""
@@ -149,7 +149,7 @@ class DescriptorServer:
             ended.append(rank)
         return ended
 
-    def _hear(self, connection: socket.socket, descriptor: int) -> None:
+    def _read_packet(self, connection: socket.socket, descriptor: int) -> None:
         has_given = False
         try:
             packet = connection.recv(_LONGEST)
@@ -159,7 +159,7 @@ class DescriptorServer:
                     self._listener.renew(connection)
                     return
             else:
-                has_given = self._judge(connection, peer, packet, descriptor)
+                has_given = self._decide(connection, peer, packet, descriptor)
         except BlockingIOError:
             return
         except OSError as error:
@@ -182,7 +182,7 @@ class DescriptorServer:
         self._challenged[connection] = peer
         return True
 
-    def _judge(self, connection: socket.socket, peer: _Challenged, answer: bytes, descriptor: int) -> bool:
+    def _decide(self, connection: socket.socket, peer: _Challenged, answer: bytes, descriptor: int) -> bool:
         """Give the descriptor, or say why not; return whether it was given."""
         if not _is_proof(answer, self._key, "rank", peer.rank, peer.nonces):
             self._refusals.warn(
@@ -213,7 +213,7 @@ class DescriptorRequest:
         address, _, token = invitation.partition(":")
         self._address, self._key, self._rank = "\0" + address, _key(token, secret), rank
         self.name = f"rank {rank} of group {name!r}"
-        self._impostor = f"{self.name}: what answers in rank 0's place"
+        self._server = f"{self.name}: what answers in rank 0's place"
         self._nonces = b""
         self._proved = False
         self.connection: socket.socket | None = None
@@ -228,7 +228,7 @@ class DescriptorRequest:
         try:
             if self.connection is None:
                 self._connect()
-            return self._converse()
+            return self._exchange_packets()
         except (BlockingIOError, InterruptedError):
             return None
         except (ConnectionResetError, BrokenPipeError):
@@ -268,7 +268,7 @@ class DescriptorRequest:
             connection.connect(self._address)
             if (user := peer_user(connection)) != os.geteuid():
                 raise DistBackendError(
-                    f"{self._impostor} is a process of another user (number {user}), and not trusted"
+                    f"{self._server} is a process of another user (number {user}), and not trusted"
                 )
             self._nonces, self._proved = os.urandom(NONCE_BYTES), False
             connection.send(_HELLO.pack(_MAGIC, self._rank, self._nonces))
@@ -277,7 +277,7 @@ class DescriptorRequest:
             raise
         self.connection = connection
 
-    def _converse(self) -> int:
+    def _exchange_packets(self) -> int:
         """Take the next packets; BlockingIOError if one has not come."""
         assert self.connection is not None
         if not self._proved:
@@ -300,13 +300,13 @@ class DescriptorRequest:
         """Check what the server has proved, and return this rank's own proof."""
         if len(challenge) != _CHALLENGE.size:
             raise DistBackendError(
-                f"{self._impostor} speaks another language: do all ranks run the same torchestra?"
+                f"{self._server} does not speak this rank's protocol: do all ranks run the same torchestra?"
             )
         theirs, proved = _CHALLENGE.unpack(challenge)
         nonces = self._nonces + theirs
         if not _is_proof(proved, self._key, "rank 0", self._rank, nonces):
             raise DistBackendError(
-                f"{self._impostor} does not know this rank's secret, and is not trusted; {SECRET_ADVICE}"
+                f"{self._server} does not know this rank's secret, and is not trusted; {SECRET_ADVICE}"
             )
         return _proof(self._key, "rank", self._rank, nonces)
 

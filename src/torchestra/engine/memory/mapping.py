@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import weakref
 from typing import Any
 
@@ -26,7 +27,12 @@ _MADV_DONTDUMP = 16
 _FALLOC_KEEP_SIZE = 1
 _FALLOC_PUNCH_HOLE = 2
 
-_held: set[tuple[int, int]] = set()  # the files of which this process holds a byte
+# The files of which this process holds a byte, and the descriptors of each that wait until it may close them.
+# Each descriptor has one owner, who opened it, until close(); then it is closed, or waits here for another
+# owner. A finaliser may close one while this thread has the lock, so the same thread may take it again.
+_held: set[tuple[int, int]] = set()
+_unused: dict[tuple[int, int], list[int]] = {}
+_lock = threading.RLock()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _ADDRESS, _SIZE, _INT, _OFFSET = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
@@ -63,8 +69,9 @@ class MemoryFile:
         Raises:
             OSError: another process holds it.
         """
-        fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-        _held.add(_identity(self.descriptor))
+        with _lock:
+            _held.add(_identity(self.descriptor))  # first: a finaliser may close another at any moment
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
 
     def is_held(self, offset: int) -> bool:
         """Return whether another process holds the byte at ``offset``."""
@@ -131,19 +138,57 @@ def map_to_read(descriptor: int, length: int) -> npt.NDArray[np.uint8]:
     return array
 
 
+def open_to_read(path: str | os.PathLike[str]) -> int:
+    """Open a memory file to read it; return a descriptor that is the caller's until :func:`close`."""
+    unused = _take_unused(_identity(path))
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if unused is None else unused
+
+
+def duplicate(descriptor: int) -> int:
+    """Return another descriptor of a memory file, which is the caller's until :func:`close`."""
+    unused = _take_unused(_identity(descriptor))
+    return os.dup(descriptor) if unused is None else unused
+
+
 def close(descriptor: int) -> None:
-    """Close a descriptor of a memory file; it stays open if this process would lose its lock by that."""
-    if _identity(descriptor) not in _held:
-        os.close(descriptor)
+    """Close a descriptor of a memory file, later if this process would lose its lock by that.
+
+    It is the caller's no more: it may be given to whoever opens the file next.
+    """
+    with _lock:
+        identity = _identity(descriptor)
+        if identity in _held:
+            _unused.setdefault(identity, []).append(descriptor)
+        else:
+            os.close(descriptor)
+
+
+def _take_unused(identity: tuple[int, int]) -> int | None:
+    with _lock:
+        unused = _unused.get(identity)
+        return unused.pop() if unused else None
 
 
 def _close_own(descriptor: int) -> None:
-    _held.discard(_identity(descriptor))
-    os.close(descriptor)
+    with _lock:
+        identity = _identity(descriptor)
+        _held.discard(identity)
+        os.close(descriptor)
+        for unused in _unused.pop(identity, ()):
+            os.close(unused)
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _renew_lock() -> None:
+    """Replace the lock in a forked child, where a thread that does not exist may have it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _identity(file: int | str | os.PathLike[str]) -> tuple[int, int]:
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 

@@ -23,7 +23,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 _CHUNK_BYTES = 1 << 20
-_ON_THE_WAY = 4
+_IN_FLIGHT = 4
 
 
 def exchange(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) -> None:
@@ -34,16 +34,16 @@ def exchange(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) 
     """
     hierarchy.agree(call)
     tables, rounds = _compare(hierarchy, sends, receives, call)
-    on_the_way: deque[_Exchange] = deque()
+    in_flight: deque[_Exchange] = deque()
     for round_index in range(rounds):
         parts, expected = (_part_of(ranges, round_index, rounds) for ranges in (sends, receives))
         lengths = tables // rounds + (round_index < tables % rounds)
-        on_the_way.append(_Exchange(hierarchy, parts, expected, lengths, call))
-        on_the_way[-1].begin()
-        if len(on_the_way) == _ON_THE_WAY:
-            on_the_way.popleft().finish()
-    while on_the_way:
-        on_the_way.popleft().finish()
+        in_flight.append(_Exchange(hierarchy, parts, expected, lengths, call))
+        in_flight[-1].begin()
+        if len(in_flight) == _IN_FLIGHT:
+            in_flight.popleft().finish()
+    while in_flight:
+        in_flight.popleft().finish()
 
 
 def _part_of(ranges: Ranges, round_index: int, rounds: int) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ def _compare(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) 
     """Make sure that each rank sends what its peers expect.
 
     Returns:
-        By place, what each rank here sends and expects; and in how many rounds, the same on all ranks.
+        By local rank, what each rank here sends and expects; and in how many rounds, the same on all ranks.
     """
     hosts, size = hierarchy.hosts, len(sends)
     mine = torch.tensor([[length for _, length in sends], [length for _, length in receives]])
@@ -116,7 +116,7 @@ class _Exchange:
     def begin(self) -> None:
         """Send what is for other hosts."""
         hierarchy = self._hierarchy
-        self._held = self._hand_to_rails()
+        self._held = self._send_to_rails()
         if hierarchy.bridge is not None:
             every = range(len(self._hosts))
             sent = [sum(map(self._bytes_to(host), self._users(hierarchy.local_rank))) for host in every]
@@ -130,7 +130,7 @@ class _Exchange:
         """Distribute what has arrived."""
         if self._pending is not None:
             self._hierarchy.wait(self._pending, self._call)
-        self._hand_on(self._incoming)
+        self._deliver(self._incoming)
 
     # -- which rank uses which rail
 
@@ -138,7 +138,7 @@ class _Exchange:
         """Return the places of this host whose ranks send over a rail."""
         return range(rail, len(self._hierarchy.here), self._hosts.rails)
 
-    def _riders(self, host: int, rail: int) -> tuple[int, ...]:
+    def _senders(self, host: int, rail: int) -> tuple[int, ...]:
         """Return the ranks of another host that send over a rail."""
         return self._hosts.members[host][rail :: self._hosts.rails]
 
@@ -150,7 +150,7 @@ class _Exchange:
         if host == self._hierarchy.host:
             return 0
         local_ranks = range(len(self._hierarchy.here))
-        return sum(self._from(rank, each) for rank in self._riders(host, rail) for each in local_ranks)
+        return sum(self._from(rank, each) for rank in self._senders(host, rail) for each in local_ranks)
 
     def _from(self, rank: int, local_rank: int) -> int:
         """Return how much the rank at a place here gets from a rank on another host."""
@@ -158,7 +158,7 @@ class _Exchange:
 
     # -- the steps
 
-    def _hand_to_rails(self) -> torch.Tensor:
+    def _send_to_rails(self) -> torch.Tensor:
         """Bring what is for other hosts to the ranks at the rails; return it there, by host and sender."""
         hierarchy, rails = self._hierarchy, self._hosts.rails
         elsewhere = [rank for host in self._others for rank in self._hosts.members[host]]
@@ -179,7 +179,7 @@ class _Exchange:
             [_NOTHING, *(by_host[user][host] for host in range(len(self._others)) for user in users)]
         )
 
-    def _hand_on(self, incoming: torch.Tensor) -> None:
+    def _deliver(self, incoming: torch.Tensor) -> None:
         """Give each rank here what has arrived for it, and what the ranks here have for each other."""
         hierarchy = self._hierarchy
         here, local_ranks = hierarchy.here, range(len(hierarchy.here))
@@ -206,7 +206,7 @@ class _Exchange:
         """Return the ranks on other hosts that send to the rank at a place here, in order of arrival."""
         if local_rank >= self._hosts.rails:
             return iter(())
-        return (rank for host in self._others for rank in self._riders(host, local_rank))
+        return (rank for host in self._others for rank in self._senders(host, local_rank))
 
     def _exchange_here(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
         call = self._call

@@ -18,7 +18,7 @@ import torch
 
 from torchestra.errors import DistBackendError
 
-Places = Sequence[tuple[int, torch.Tensor]]
+PeerTensors = Sequence[tuple[int, torch.Tensor]]
 """Ends, and what comes from or goes to each of them."""
 
 
@@ -45,19 +45,22 @@ class Bridge(ABC):
 
     Attributes:
         kind: what it is made of: ``"curve"``, ``"gloo"``, ``"mpi"`` or ``"threads"``.
+        others: the other ends, in the order in which this one sends to them.
     """
 
     kind: ClassVar[str]
 
     def __init__(self, host: int, size: int) -> None:
         self.host, self.size = host, size
-        self.others = [end for end in range(size) if end != host]
+        # From the next one on: if all ends began with end 0, all would send to it, then all to end 1, and so
+        # on, and one link after the other would be the only busy one.
+        self.others = [(host + step) % size for step in range(1, size)]
 
     @abstractmethod
-    def begin(self, receives: Places, sends: Places, timeout_s: float) -> Pending:
+    def begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> Pending:
         """Begin to receive from and to send to other ends, in order between each two; no tensor is empty.
 
-        A message may be shorter than the room for it; the rest of the room is left as it is.
+        A message may be shorter than its buffer, whose rest is left as it is.
 
         Args:
             receives, sends: which ends, and the tensors to fill or send.
@@ -102,17 +105,36 @@ class Bridge(ABC):
 
         An end sends nothing where the length is 0, and there the other end must expect 0.
         """
-        rooms, pieces = output.split(list(expected)), tensor.split(list(sent))
-        rooms[self.host][: sent[self.host]].copy_(pieces[self.host])
-        return self._exchange(rooms, pieces, timeout_s)
+        buffers, pieces = output.split(list(expected)), tensor.split(list(sent))
+        buffers[self.host][: sent[self.host]].copy_(pieces[self.host])
+        return self._exchange(buffers, pieces, timeout_s)
+
+    def exchange_among(
+        self,
+        ends: Sequence[int],
+        buffers: Sequence[torch.Tensor],
+        pieces: Sequence[torch.Tensor],
+        timeout_s: float,
+    ) -> Pending:
+        """Send each of some ends a piece, and get one from it; each of them calls this with the same ends.
+
+        Args:
+            ends: which, this one included.
+            buffers, pieces: in the order of ``ends``; this end's piece is copied to its buffer.
+        """
+        own = ends.index(self.host)
+        buffers[own][: pieces[own].numel()].copy_(pieces[own])
+        peers = [(own + step) % len(ends) for step in range(1, len(ends))]
+        receives = [(ends[peer], buffers[peer]) for peer in peers]
+        return self._begin(receives, [(ends[peer], pieces[peer]) for peer in peers], timeout_s)
 
     def _exchange(
-        self, rooms: Sequence[torch.Tensor] | torch.Tensor, pieces: Sequence[torch.Tensor], timeout_s: float
+        self, buffers: Sequence[torch.Tensor] | torch.Tensor, pieces: Sequence[torch.Tensor], timeout_s: float
     ) -> Pending:
-        receives = [(end, rooms[end]) for end in self.others]
+        receives = [(end, buffers[end]) for end in self.others]
         return self._begin(receives, [(end, pieces[end]) for end in self.others], timeout_s)
 
-    def _begin(self, receives: Places, sends: Places, timeout_s: float) -> Pending:
+    def _begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> Pending:
         """Do as :meth:`begin`, but skip empty tensors."""
         return self.begin(
             [each for each in receives if each[1].numel()],

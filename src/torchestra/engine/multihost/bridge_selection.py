@@ -55,9 +55,9 @@ def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
         raise InvalidArgumentError(f"{BRIDGE_VARIABLE}=mpi is for ranks that are processes, not threads")
     if name in ("gloo", "mpi") and not trusted:
         raise InvalidArgumentError(
-            f"{BRIDGE_VARIABLE} is {name!r}, which asks nobody who he is: whoever reaches a port of the"
-            f" job's could take the place of a rank. Set {TRUST_VARIABLE}=1 on all ranks if nobody else can,"
-            f" or unset {BRIDGE_VARIABLE}"
+            f"{BRIDGE_VARIABLE} is {name!r}, which does not authenticate its peers: whoever reaches a port"
+            f" of the job could take the place of a rank. Set {TRUST_VARIABLE}=1 on all ranks if nobody else"
+            f" can reach them, or unset {BRIDGE_VARIABLE}"
         )
     if name == "mpi" and (why := why_no_mpi()):
         raise ImportError(why)
@@ -66,7 +66,7 @@ def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
     bridge = name or ("curve" if not trusted else "mpi" if mpiexec and not why_no_mpi() else "gloo")
     if bridge == "curve" and not has_secret:
         raise InvalidArgumentError(
-            "the ranks are on several hosts and have no secret by which to know each other:"
+            "the ranks are on several hosts and have no secret to authenticate each other with:"
             f" {SECRET_ADVICE}; or, if nobody else reaches their ports, {TRUST_VARIABLE}=1"
         )
     if bridge != "curve":
@@ -87,8 +87,8 @@ def _warn_once(bridge: str) -> None:
     if not _warned:
         _warned = True
         _log.warning(
-            "%s is set: what goes between hosts goes over %s, unencrypted, and whoever reaches its ports can"
-            " take part",
+            "%s is set: data between hosts goes over %s, unencrypted, and whoever reaches its ports can take"
+            " part",
             TRUST_VARIABLE,
             {"gloo": "Gloo", "mpi": "MPI"}[bridge],
         )

@@ -9,11 +9,11 @@ import torch
 
 from torchestra.engine.multihost.all_to_all import memory
 from torchestra.engine.multihost.bridge import Pending
-from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
+from torchestra.engine.multihost.chunking import ChunkPlan, Joined, chunk_ends
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy, bytes_of, split_evenly
 
 _CHUNK_BYTES = 1 << 20
-_ON_THE_WAY = 4
+_IN_FLIGHT = 4
 
 
 def broadcast(hierarchy: Hierarchy, tensor: torch.Tensor, root: int, call: Call) -> None:
@@ -29,7 +29,7 @@ def broadcast(hierarchy: Hierarchy, tensor: torch.Tensor, root: int, call: Call)
         _broadcast_inline(hierarchy, memory, root, call)
         return
     hierarchy.agree(call)
-    on_the_way: deque[tuple[torch.Tensor, torch.Tensor, Pending | None]] = deque()
+    in_flight: deque[tuple[torch.Tensor, torch.Tensor, Pending | None]] = deque()
     start = 0
     for end in chunk_ends(memory.numel(), _CHUNK_BYTES * hosts.rails):
         chunk, start = memory[start:end], end
@@ -41,11 +41,11 @@ def broadcast(hierarchy: Hierarchy, tensor: torch.Tensor, root: int, call: Call)
         pending = None
         if hierarchy.bridge is not None and part.numel():
             pending = hierarchy.bridge.broadcast(part, source, call.timeout_s)
-        on_the_way.append((chunk, part, pending))
-        if len(on_the_way) == _ON_THE_WAY:
-            _finish_broadcast(hierarchy, *on_the_way.popleft(), here, call)
-    while on_the_way:
-        _finish_broadcast(hierarchy, *on_the_way.popleft(), here, call)
+        in_flight.append((chunk, part, pending))
+        if len(in_flight) == _IN_FLIGHT:
+            _finish_broadcast(hierarchy, *in_flight.popleft(), here, call)
+    while in_flight:
+        _finish_broadcast(hierarchy, *in_flight.popleft(), here, call)
 
 
 def _by_local_rank(count: int, hierarchy: Hierarchy) -> list[int]:
@@ -74,10 +74,10 @@ def _broadcast_inline(hierarchy: Hierarchy, memory: torch.Tensor, root: int, cal
         hierarchy.refuse(call)
     if source == hierarchy.host:
         hierarchy.share_from(hosts.local_rank_of[root], memory, call)
-    envelope = hierarchy.post(call, differs=False, inline=memory if source == hierarchy.host else None)
-    received, differs = hierarchy.open(envelope, call)
+    headers = hierarchy.send_header(call, differs=False, inline=memory if source == hierarchy.host else None)
+    received, differs = hierarchy.compare_headers(headers, call)
     own = received[source, : memory.numel()] if hierarchy.local_rank == 0 else memory
-    memory.copy_(hierarchy.settle_with(call, differs, own))
+    memory.copy_(hierarchy.share_verdict_and_result(call, differs, own))
 
 
 def all_gather(
@@ -93,14 +93,14 @@ def all_gather(
     hierarchy.agree(call)
     hierarchy.share([memories[rank] for rank in hierarchy.here], tensor, call)
     blocks = [Joined(_as_few([memories[rank] for rank in ranks])) for ranks in hosts.members]
-    cuts = Cuts([block.numel for block in blocks], hosts.rails, _CHUNK_BYTES)
-    on_the_way: deque[tuple[int, torch.Tensor, Pending | None]] = deque()
+    cuts = ChunkPlan([block.numel for block in blocks], hosts.rails, _CHUNK_BYTES)
+    in_flight: deque[tuple[int, torch.Tensor, Pending | None]] = deque()
     for chunk_index in range(cuts.chunks):
-        on_the_way.append((chunk_index, *_send_chunk(hierarchy, blocks, cuts, chunk_index, call)))
-        if len(on_the_way) == _ON_THE_WAY:
-            _finish_gather(hierarchy, blocks, cuts, *on_the_way.popleft(), call)
-    while on_the_way:
-        _finish_gather(hierarchy, blocks, cuts, *on_the_way.popleft(), call)
+        in_flight.append((chunk_index, *_send_chunk(hierarchy, blocks, cuts, chunk_index, call)))
+        if len(in_flight) == _IN_FLIGHT:
+            _finish_gather(hierarchy, blocks, cuts, *in_flight.popleft(), call)
+    while in_flight:
+        _finish_gather(hierarchy, blocks, cuts, *in_flight.popleft(), call)
 
 
 def _as_few(memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def _as_few(memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _send_chunk(
-    hierarchy: Hierarchy, blocks: Sequence[Joined], cuts: Cuts, chunk_index: int, call: Call
+    hierarchy: Hierarchy, blocks: Sequence[Joined], cuts: ChunkPlan, chunk_index: int, call: Call
 ) -> tuple[torch.Tensor, Pending | None]:
     """Send a chunk of this host's block to the others, padded to the longest of all hosts."""
     hosts = range(len(blocks))
@@ -132,7 +132,7 @@ def _send_chunk(
 def _finish_gather(
     hierarchy: Hierarchy,
     blocks: Sequence[Joined],
-    cuts: Cuts,
+    cuts: ChunkPlan,
     chunk_index: int,
     arrived: torch.Tensor,
     pending: Pending | None,
@@ -145,7 +145,7 @@ def _finish_gather(
     for host, (block, row) in enumerate(zip(blocks, rows, strict=True)):
         if host != hierarchy.host:
             spans = [cuts.span(host, local_rank, chunk_index) for local_rank in range(len(hierarchy.here))]
-            rooms = [block.room(*span) for span in spans]
-            hierarchy.share(rooms, row[: rooms[hierarchy.local_rank].numel()], call)
-            for (start, _), room in zip(spans, rooms, strict=True):
-                block.put(start, room)
+            buffers = [block.buffer(*span) for span in spans]
+            hierarchy.share(buffers, row[: buffers[hierarchy.local_rank].numel()], call)
+            for (start, _), buffer in zip(spans, buffers, strict=True):
+                block.put(start, buffer)

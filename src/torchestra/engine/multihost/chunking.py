@@ -48,7 +48,7 @@ class Joined:
         pieces = self._pieces(start, stop)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def room(self, start: int, stop: int) -> torch.Tensor:
+    def buffer(self, start: int, stop: int) -> torch.Tensor:
         """Return a tensor to fill for :meth:`put`: a view if the range is in one tensor."""
         pieces = self._pieces(start, stop)
         return pieces[0] if len(pieces) == 1 else pieces[0].new_empty(stop - start)
@@ -71,7 +71,7 @@ class Joined:
         ]
 
 
-class Cuts:
+class ChunkPlan:
     """Cut the hosts' blocks into a part for each rail, and these into chunks.
 
     Args:

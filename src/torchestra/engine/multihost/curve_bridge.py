@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra.engine.multihost.bridge import Bridge, BridgeError, Places
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.errors import DistError, InvalidArgumentError
@@ -44,7 +44,7 @@ class _Transfer:
             guards it.
     """
 
-    def __init__(self, receives: Places, sends: Places) -> None:
+    def __init__(self, receives: PeerTensors, sends: PeerTensors) -> None:
         self.left = Counter(end for end, _ in (*receives, *sends))
         self._error = ""
         self._under_way = threading.Lock()
@@ -103,8 +103,8 @@ class CurveBridge(Bridge):
         secret = store.secret
         if secret is None:
             raise InvalidArgumentError(
-                f"{names[self.host]} and the ranks on other hosts have no secret by which to know each other;"
-                f" {SECRET_ADVICE}"
+                f"{names[self.host]} and the ranks on other hosts have no secret to authenticate each"
+                f" other with; {SECRET_ADVICE}"
             )
         self._link, self._rank = transport.link, transport.rank
         self._ranks, self._names = ranks, names
@@ -148,7 +148,7 @@ class CurveBridge(Bridge):
             transfer.fail(why)
         self._under_way.clear()
 
-    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Transfer:
+    def begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> _Transfer:
         transfer = _Transfer(receives, sends)
         with self._lock:
             if self._error:
@@ -202,7 +202,7 @@ class CurveBridge(Bridge):
         """Put what has arrived where it belongs."""
         length = len(message.text) + sum(storage.nbytes() for storage in message.storages)
         if length > tensor.numel():
-            transfer.fail(f"{length} bytes came from {self._names[end]}, not {tensor.numel()}")
+            transfer.fail(f"expected {tensor.numel()} bytes from {self._names[end]}, got {length}")
             return
         if message.storages:
             ctypes.memmove(tensor.data_ptr(), message.storages[0].data_ptr(), length)

@@ -19,15 +19,16 @@ from torchestra.engine.multihost.hierarchy import Call, Hierarchy
 from torchestra.engine.multihost.p2p_request import P2PRequest
 from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.multihost.reduction import Reducer
-from torchestra.engine.multihost.remote_records import put_together
+from torchestra.engine.multihost.remote_records import merge_records
 from torchestra.engine.operations import BARRIER, Collective, Kind, Shape, even_parts, pack
 from torchestra.engine.p2p import Transfer
+from torchestra.engine.recorder.flight_entries import SpanTimes
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.recorder import close_multihost_entry, open_multihost_entry
 from torchestra.errors import CollectiveMismatchError
 from torchestra.types import ReduceOp
 
-_LOOK_SECONDS, _LONGEST_WAIT = 0.0005, 0.02
+_POLL_SECONDS, _LONGEST_WAIT = 0.0005, 0.02
 
 Tensors = Sequence[torch.Tensor]
 
@@ -106,7 +107,7 @@ class MultiHostEngine(Engine):
         return self.mailbox.wait(transfer)
 
     def check_messages(self) -> None:
-        self.mailbox.look()
+        self.mailbox.check()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.hierarchy.local.empty(shape, dtype)
@@ -114,17 +115,26 @@ class MultiHostEngine(Engine):
     def is_in_heap(self, address: int) -> bool:
         return self.hierarchy.local.is_in_heap(address)
 
+    def heap_of(self, rank: int) -> int | None:
+        hosts = self.hierarchy.hosts
+        if hosts.host_at(rank) != hosts.host_at(self.rank):
+            return None
+        return self.hierarchy.local.heap_of(hosts.local_rank_of[rank])
+
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
 
     def sequence_number(self) -> int:
         return self.hierarchy.sequence
 
+    def record_spans(self, step: int, spans: Sequence[SpanTimes]) -> None:
+        self.hierarchy.local.record_spans(step, spans)
+
     def flight_record(self) -> FlightRecord:
         """Return the records of the ranks of all hosts; takes some seconds if a host does not answer."""
         hierarchy = self.hierarchy
         answers = {} if self.context.closed else hierarchy.detector.ask_what_they_did()
-        return put_together(hierarchy.local.flight_record(), hierarchy.host, answers, hierarchy.hosts)
+        return merge_records(hierarchy.local.flight_record(), hierarchy.host, answers, hierarchy.hosts)
 
     @property
     def is_aborted(self) -> bool:
@@ -142,7 +152,7 @@ class MultiHostEngine(Engine):
             return
         until = time.monotonic() + _LONGEST_WAIT
         while self.hierarchy.sent_off == operations_sent and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         hierarchy = self.hierarchy

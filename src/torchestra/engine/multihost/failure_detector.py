@@ -25,39 +25,41 @@ import json
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import IntEnum
 from functools import partial
 
 from torchestra.engine import layout as at
+from torchestra.engine.diagnosis.facts import RankFacts, read_facts
+from torchestra.engine.failure.hang_report import HostReport
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
-from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.peer_values import UNREADABLE, ranks_in, read_text, warnings
+from torchestra.engine.multihost.peer_values import ranks_in, read_text, warnings
 from torchestra.engine.multihost.remote_records import Answer, answer, understand
 from torchestra.engine.multihost.suspicion import PINGS_PER_BOUND, SuspicionTimers
 from torchestra.engine.recorder.callsites import call_site
-from torchestra.engine.recorder.flight_record import read_flight_record
-from torchestra.errors import RankFailedError, named
+from torchestra.engine.recorder.flight_record import read_flight_record, waits_for_other_hosts
+from torchestra.errors import RankFailedError
 from torchestra.store import Store
+from torchestra.store.unreadable import UNREADABLE
 from torchestra.transport.message import Message
-
-_UNREADABLE = (*UNREADABLE, zlib.error)
 
 _ANSWER_SECONDS = 3.0
 _PING_SECONDS = 1.0
 _CONFIRM_SECONDS = 3.0
-_RETELL_SECONDS = 0.1
+_RESEND_SECONDS = 0.1
 
 
 class ControlMessage(IntEnum):
     """The type of a message of the control channel; its text is JSON.
 
-    ``ping`` and ``ack``: ranks that have died, that have left, hosts that are silent. ``abort``: why the
-    group is over, the ranks that have failed, where ranks stand; ``confirm``: the sender knows that. ``ask``:
-    the number of the question and of an operation; ``recount``: of the question; ``answer``: of the question,
-    and then the answer.
+    ``ping`` and ``ack``: ranks that have died, that have left, hosts that are silent; the acknowledgement
+    of a ping also the line of the sender's program. ``abort``: why the group is over, the ranks that have
+    failed, where ranks stand; ``confirm``: the sender knows that. ``ask``: the number of the question and
+    of an operation; ``recount``: of the
+    question, and how many entries of each rank to tell; ``answer``: of the question, and then the answer.
     """
 
     ping = 1
@@ -111,6 +113,7 @@ class FailureDetector:
         self._confirmed: set[int] = set()
         self._heard_since: set[int] = set()  # hosts, since the group was over
         self._heard_abort = False
+        self._last_seen: dict[int, str] = {}  # by host: the line of the program of the rank that spoke for it
 
     def attach(self, transport: GroupTransport) -> None:
         """Begin to listen, once this rank can reach those on other hosts."""
@@ -125,7 +128,7 @@ class FailureDetector:
         there = [rank for rank in self.hosts.on(host) if rank not in gone]
         return next((rank for rank in there if rank not in self._unreachable), there[0] if there else None)
 
-    def _is_deaf(self, host: int) -> bool:
+    def _has_no_responder(self, host: int) -> bool:
         """Return whether a host is known to have no rank left that answers for it."""
         return host in self.silent or self._contact(host) is None
 
@@ -144,14 +147,18 @@ class FailureDetector:
         with self._lock:
             return [sorted(self.dead | here[0]), sorted(self.left | here[1]), sorted(self.silent)]
 
+    def _site(self) -> str:
+        """Return the line of this rank's program."""
+        return call_site(self._context.program.ident)
+
     def ping(self, host: int) -> None:
         """Ask a host for news of its ranks, and whether it lives."""
         self._pinged[host] = time.monotonic()
         if (rank := self._contact(host)) is not None:
             self._say(rank, ControlMessage.ping, self._updates())
 
-    def fate(self, rank: int) -> str | None:
-        """Return the fate of a remote rank: ``"died"``, ``"destroyed the group"``, or None if it is there.
+    def end_reason(self, rank: int) -> str | None:
+        """Return how a remote rank ended: ``"died"``, ``"destroyed the group"``, or None if it is there.
 
         The answer of its host may be a second old.
         """
@@ -170,8 +177,8 @@ class FailureDetector:
                 self.ping(host)
         silent = self._suspect(self._others)
         with self._lock:
-            unheard = self.silent | silent | self._failed_hosts()
-            ranks = (rank for host in unheard for rank in self.hosts.on(host))
+            lost = self.silent | silent | self._failed_hosts()
+            ranks = (rank for host in lost for rank in self.hosts.on(host))
             return frozenset(self.dead | self.left).union(ranks)
 
     def _failed_hosts(self) -> set[int]:
@@ -180,16 +187,16 @@ class FailureDetector:
             return set()
         error = self._context.aborted()
         failed = frozenset(error.ranks if isinstance(error, RankFailedError) else ())
-        unheard = (host for host in self._others if host not in self._heard_since)
-        return {host for host in unheard if failed.issuperset(self.hosts.on(host))}
+        silent = (host for host in self._others if host not in self._heard_since)
+        return {host for host in silent if failed.issuperset(self.hosts.on(host))}
 
     def _suspect(self, hosts: Sequence[int]) -> set[int]:
         """Return which of some hosts with ranks that have not gone are to be given up."""
         with self._lock:
-            unheard = self._timers.unheard(hosts)
+            silent_s = self._timers.silent_seconds(hosts)
         # The next look may be up to an interval too late.
         late = self.bound - 1.5 * self._interval
-        return {host for host in hosts if unheard[host] > late and self._contact(host) is not None}
+        return {host for host in hosts if silent_s[host] > late and self._contact(host) is not None}
 
     # -- incoming messages, on the thread of the transport
 
@@ -198,14 +205,14 @@ class FailureDetector:
         host = self.hosts.host_of[source]
         with self._lock:
             self._unreachable.discard(source)
-            self._timers.hear(host)
+            self._timers.record_contact(host)
             self.silent.discard(host)
             if self._context.is_aborted:
                 self._heard_since.add(host)
         try:
             self._take(ControlMessage(message.tag), host, source, bytes(message.text), received_at)
-        except _UNREADABLE as error:
-            warnings.warn("dropped what rank %d cannot have said: %r", source, error)
+        except UNREADABLE as error:
+            warnings.warn("ignored an invalid message of rank %d: %r", source, error)
 
     def _take(self, what: ControlMessage, host: int, source: int, text: bytes, received_at: float) -> None:
         if what == ControlMessage.answer:
@@ -215,14 +222,16 @@ class FailureDetector:
             return
         value = json.loads(text)
         if what in (ControlMessage.ping, ControlMessage.ack):
+            if what == ControlMessage.ack and isinstance(value, list) and len(value) == 4:
+                self._last_seen[host] = read_text(value.pop())
             self._update(value)
             if what == ControlMessage.ping:
-                self._say(source, ControlMessage.ack, self._updates())
+                self._say(source, ControlMessage.ack, [*self._updates(), self._site()])
         elif what == ControlMessage.abort:
-            why, failed, standing = value
+            why, failed, report = value
             self._heard_abort = True
             failed = ranks_in(failed, range(self.hosts.size))
-            self._abort_aside(read_text(why), failed, read_text(standing))
+            self._abort_aside(read_text(why), failed, read_text(report))
             self._say(source, ControlMessage.confirm, None)
         elif what == ControlMessage.confirm:
             with self._changed:
@@ -230,9 +239,10 @@ class FailureDetector:
                 self._changed.notify_all()
         elif what == ControlMessage.ask:
             question, operation = map(int, value)
-            self._do(partial(self._tell_standing, source, question, operation))
+            self._do(partial(self._send_host_report, source, question, operation))
         else:
-            self._do(partial(self._recount, source, int(value), received_at))
+            question, last = map(int, value)
+            self._do(partial(self._recount, source, question, last, received_at))
 
     def _update(self, value: object) -> None:
         """Take over another rank's knowledge of which ranks have gone."""
@@ -273,20 +283,30 @@ class FailureDetector:
 
     # -- the end of the group
 
-    def tell_aborted(self, why: str, failed: tuple[int, ...], standing: str) -> None:
+    def tell_aborted(self, why: str, failed: tuple[int, ...], report: str) -> None:
         """Tell the ranks of all hosts that the group can be used no more."""
         if not self._heard_abort and self._transport is not None:  # else another host has told all
             self._tell_all(
-                [why, list(failed), standing], frozenset(failed), time.monotonic() + _CONFIRM_SECONDS
+                [why, list(failed), report], frozenset(failed), time.monotonic() + _CONFIRM_SECONDS
             )
 
     def _tell_all(self, message: object, failed: frozenset[int], deadline: float) -> None:
-        """Tell all hosts that the group is over, until the live ones have confirmed it, or the deadline."""
+        """Tell all hosts that the group is over, until the live ones have confirmed it, or the deadline.
+
+        A host that has been given up is told without waiting for it: where the network is cut one way
+        only, it hears the others, and would learn of nothing by itself.
+        """
         contacted: dict[int, int] = {}
+        for host in self._others:
+            rank = self._contact(host)
+            if rank is not None and failed.issuperset(self.hosts.on(host)):
+                self._say(rank, ControlMessage.abort, message)
         with self._changed:
             while time.monotonic() < deadline:
                 there = [
-                    each for each in self._others if not self._is_deaf(each) and each not in self._confirmed
+                    each
+                    for each in self._others
+                    if not self._has_no_responder(each) and each not in self._confirmed
                 ]
                 owed = [host for host in there if not failed.issuperset(self.hosts.on(host))]
                 if not owed:
@@ -296,15 +316,15 @@ class FailureDetector:
                     if rank is not None and contacted.get(host) != rank:
                         contacted[host] = rank
                         self._say(rank, ControlMessage.abort, message)
-                self._changed.wait(_RETELL_SECONDS)
+                self._changed.wait(_RESEND_SECONDS)
 
-    def _abort_aside(self, why: str, failed: tuple[int, ...], standing: str = "") -> None:
+    def _abort_aside(self, why: str, failed: tuple[int, ...], report: str = "") -> None:
         """Abort the group, on a thread of its own, for it may take seconds.
 
         It waits until another rank of this host has said why it aborts the group, which may ask the other
         hosts first, and until these have confirmed it.
         """
-        abort = partial(self._context.abort, why, failed, lambda: standing)
+        abort = partial(self._context.abort, why, failed, lambda: report)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and begins no thread
             threading.Thread(target=abort, name="torchestra-aborting", daemon=True).start()
 
@@ -325,40 +345,60 @@ class FailureDetector:
 
     # -- questions
 
-    def ask_where_they_are(self) -> str:
-        """Return a line for each other host and each of its ranks; takes up to some seconds."""
-        return self.ask_who_is_missing(0)[1]
+    def ask_where_they_are(self) -> list[HostReport]:
+        """Return where the ranks of each other host stand, and which have not begun this rank's operation.
 
-    def ask_who_is_missing(self, operation: int) -> tuple[tuple[int, ...], str]:
-        """Return the ranks on other hosts that have not begun an operation, and where all stand.
-
-        Names no ranks of hosts that do not answer. Takes up to some seconds.
+        No rank of a host that does not answer is said to be missing. Takes up to some seconds.
         """
+        operation = self.begun()
         answers = self._ask(ControlMessage.ask, lambda question: [question, operation])
-        lines: list[str] = []
-        missing: list[int] = []
+        found: list[HostReport] = []
         for host in self._others:
-            line = f"\nhost {self.hosts.names[host]} does not answer"
-            with contextlib.suppress(*_UNREADABLE):
-                absent, standing = json.loads(answers[host][0])
-                absent, line = ranks_in(absent, self.hosts.on(host)), read_text(standing)
-                missing += absent
-            lines.append(line)
-        return tuple(missing), "".join(lines)
+            report = self._silence(host)
+            with contextlib.suppress(*UNREADABLE):
+                absent, lines, facts = json.loads(answers[host][0])
+                absent, told = ranks_in(absent, self.hosts.on(host)), tuple(map(read_facts, facts))
+                ranks_in([each.rank for each in told], self.hosts.on(host))
+                report = HostReport(read_text(lines), told, tuple(absent))
+            found.append(report)
+        return found
 
-    def ask_what_they_did(self) -> dict[int, Answer]:
-        """Return the records of other hosts, by host; takes some seconds if one does not answer."""
+    def _silence(self, host: int) -> HostReport:
+        """Return what is known of the ranks of a host that does not answer."""
+        name = self.hosts.names[host]
+        seen = self._last_seen.get(host, "")
+        gone = self.dead | self.left
+        facts = tuple(
+            RankFacts(
+                rank,
+                name,
+                presence="silent" if rank not in gone else "dead" if rank in self.dead else "left",
+                end_reason="its host says so",
+                doing="is on a host that does not answer",
+                last_seen=f"at {seen}" if seen else "",
+            )
+            for rank in self.hosts.on(host)
+        )
+        return HostReport(f"\nhost {name} does not answer", facts)
+
+    def ask_what_they_did(self, last: int = at.ENTRIES) -> dict[int, Answer]:
+        """Return the records of other hosts, by host; takes some seconds if one does not answer.
+
+        Args:
+            last: how many entries of either kind to ask for of each rank, at most.
+        """
         asked_at = time.monotonic()
         records: dict[int, Answer] = {}
-        for host, (text, received_at) in self._ask(ControlMessage.recount, lambda question: question).items():
-            with contextlib.suppress(*_UNREADABLE):
+        answers = self._ask(ControlMessage.recount, lambda question: [question, last])
+        for host, (text, received_at) in answers.items():
+            with contextlib.suppress(*UNREADABLE):
                 records[host] = understand(text, asked_at, received_at)
         return records
 
     def _ask(self, what: ControlMessage, value: Callable[[int], object]) -> dict[int, tuple[bytes, float]]:
         """Ask all other hosts; return their answers, and when they came, by host."""
         question = next(self._questions)
-        contacts = {host: self._contact(host) for host in self._others if not self._is_deaf(host)}
+        contacts = {host: self._contact(host) for host in self._others if not self._has_no_responder(host)}
         contacts_asked = {host: rank for host, rank in contacts.items() if rank is not None}
         for rank in contacts_asked.values():
             self._say(rank, what, value(question))
@@ -377,60 +417,30 @@ class FailureDetector:
             raw = question.to_bytes(8, "little") + text
             self._transport.link.post_text(rank, Channel.control, ControlMessage.answer, raw)
 
-    def _tell_standing(self, rank: int, question: int, operation: int) -> None:
-        where = call_site(self._context.program.ident)
-        standing = self._context.report(range(self._context.size), where)
-        self._answer(rank, question, json.dumps([self._missing_in(operation), standing]).encode())
+    def _send_host_report(self, rank: int, question: int, operation: int) -> None:
+        where = self._site()
+        here = self._context.host_report(range(self._context.size), where)
+        told = [self._missing_in(operation), here.lines, [asdict(each) for each in here.facts]]
+        self._answer(rank, question, json.dumps(told).encode())
 
-    def _recount(self, rank: int, question: int, received_at: float) -> None:
-        self._answer(rank, question, answer(read_flight_record(self._context.arena), received_at))
+    def _recount(self, rank: int, question: int, last: int, received_at: float) -> None:
+        self._answer(rank, question, answer(read_flight_record(self._context.arena, last), received_at))
 
     def _missing_in(self, operation: int) -> Sequence[int]:
         """Return the ranks of this host that have not begun an operation of the group.
 
-        An operation has the same steps within the host for all of its ranks; so if some are behind, return
-        these, else all of them, if this one has not begun it.
+        An operation has the same steps within the host for all of its ranks; so if some are behind, and do
+        not wait for other hosts, return these, else all of them, if this one has not begun it.
         """
         context = self._context
         arena = context.arena
         words = (arena.progress(local_rank) for local_rank in range(context.size))
         steps = [word >> at.STEP_BITS for word in words]
-        behind = [local_rank for local_rank, step in enumerate(steps) if step < max(steps)]
+        behind = [
+            local_rank
+            for local_rank, step in enumerate(steps)
+            if step < max(steps) and not waits_for_other_hosts(arena, local_rank)
+        ]
         if behind or self.begun() >= operation:
             return context.to_group_ranks(behind)
         return self.hosts.on(self.host)
-
-
-class HeartbeatMonitor(FailureDetector):
-    """The detector of a host's leader, with the thread that pings; arguments as :class:`FailureDetector`."""
-
-    def start(self) -> None:
-        """Begin to ping, once the detector is attached."""
-        name = f"torchestra-heartbeat-{self._context.name}-{self.host}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            self.look()
-            self._closed.wait(self._interval)
-
-    def look(self) -> None:
-        """Ping the hosts that this one watches, and give up those that have been silent for too long."""
-        watched = self._watched()
-        for host in watched:
-            self.ping(host)
-        for host in self._suspect(watched) - self.silent:
-            self.silent.add(host)
-            ranks = self.hosts.on(host)
-            self._abort_aside(
-                f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
-                " it is down, or the network to it is",
-                ranks,
-            )
-
-    def _watched(self) -> list[int]:
-        """Return the hosts that this one pings: all others if it is the coordinator, else that one."""
-        gone = self.dead | self.left
-        leaders = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
-        coordinator = next((host for host, leader in leaders if leader not in gone), self.host)
-        return self._others if coordinator == self.host else [coordinator]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from torchestra.engine import progress
-from torchestra.engine.multihost.bridge import Bridge, BridgeError, Places
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors
 from torchestra.engine.multihost.gloo_store import store_for_gloo
 from torchestra.store import Store
 from torchestra.transport.addresses import own_address
@@ -153,7 +153,7 @@ class _Ends:
             timeout,
         )
 
-    def begin(self, receives: Places, sends: Places) -> list[Any]:
+    def begin(self, receives: PeerTensors, sends: PeerTensors) -> list[Any]:
         """Begin to receive and to send."""
         works = [self.group.recv([tensor], end, _TAG) for end, tensor in receives]
         return works + [self.group.send([tensor], end, _TAG) for end, tensor in sends]
@@ -192,7 +192,7 @@ class GlooBridge(Bridge):
         self._tasks.put(self._last)
         _bridges.add(self)
 
-    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Transfer:
+    def begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> _Transfer:
         ends, timeout = self._ends, timedelta(seconds=timeout_s + _SLACK_SECONDS)
         if ends.is_closed:
             raise BridgeError("Gloo: this end is closed")
@@ -241,7 +241,7 @@ _bridges: weakref.WeakSet[GlooBridge] = weakref.WeakSet()
 
 def _give_up_at_exit() -> None:
     """Close at exit: a thread that returns from Gloo to a finished interpreter would end the process."""
-    progress.let_tasks_end()
+    progress.await_running_tasks()
     for bridge in tuple(_bridges):
         bridge.close()
 

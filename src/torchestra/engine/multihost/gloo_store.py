@@ -15,9 +15,11 @@ from typing import Any
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.errors import StoreTimeoutError
 from torchestra.store import Store
+from torchestra.store.unreadable import reading, unpacked
 from torchestra.system.deadline import Deadline
 
-_LOOK_SECONDS = 0.2
+_MAX_BYTES = 1 << 28  # of all addresses, before they are packed
+_POLL_SECONDS = 0.2
 _ALL = "endpoints"
 
 
@@ -44,9 +46,9 @@ class _GlooEndpoints:
         while not self._is_closed():
             remaining = deadline.remaining()
             try:
-                return self.store.wait(keys, max(0.001, min(_LOOK_SECONDS, remaining)))
+                return self.store.wait(keys, max(0.001, min(_POLL_SECONDS, remaining)))
             except StoreTimeoutError:
-                if remaining <= _LOOK_SECONDS:
+                if remaining <= _POLL_SECONDS:
                     raise
         raise BridgeError("this end is closed")
 
@@ -62,8 +64,11 @@ class _GlooEndpoints:
             self.store.set(stem + _ALL, zlib.compress(b"\n".join(map(base64.b64encode, values))))
         else:
             self.wait([stem + _ALL])
-            packed = zlib.decompress(self.store.get(stem + _ALL))
-            values = [base64.b64decode(line) for line in packed.split(b"\n")]
+            text = self.store.get(stem + _ALL)
+            with reading("the addresses of Gloo's connections"):
+                values = [base64.b64decode(line) for line in unpacked(text, _MAX_BYTES).split(b"\n")]
+                if len(values) != len(keys):
+                    raise ValueError(f"{len(values)} addresses of {len(keys)}")
         self.known.update(zip(keys, values, strict=True))
 
 

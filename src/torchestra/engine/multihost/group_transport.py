@@ -17,7 +17,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from torchestra.engine import progress
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.hosts import Hosts
 from torchestra.errors import DistError
 from torchestra.store import Store
 from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
@@ -26,7 +26,7 @@ from torchestra.transport.message import Message
 from torchestra.transport.transport import Transport
 
 _ADVICE = f"See {INTERFACE_VARIABLE} in docs/guides/several-hosts.md"
-_PATIENCE_SECONDS, _CLOSE_SECONDS = 0.2, 1.0
+_FLUSH_SECONDS, _CLOSE_SECONDS = 0.2, 1.0
 _ADDRESS_BYTES = 64
 _RECORD = struct.Struct(f"<{_ADDRESS_BYTES}s40s")
 RECORD_BYTES = _RECORD.size
@@ -65,12 +65,12 @@ class GroupTransport:
         self.link = Transport(
             hosts.describe(rank),
             own_address(store),
-            None,
-            None,
-            self._deliver,
-            self._lost,
-            _ADVICE,
-            broken=self._broke,
+            ports=None,
+            heartbeat=None,
+            arrived=self._deliver,
+            lost=self._lost,
+            broken=self._connection_broken,
+            advice=_ADVICE,
         )
         _all.add(self)
 
@@ -112,7 +112,7 @@ class GroupTransport:
             for ended, _ in tuple(self._ended):
                 ended(rank, how)
 
-    def _broke(self, rank: int, how: str) -> None:
+    def _connection_broken(self, rank: int, how: str) -> None:
         with self._lock:
             for ended, delay in tuple(self._ended):
                 if delay:
@@ -152,7 +152,7 @@ class GroupTransport:
         for leave in self._before_close:
             with contextlib.suppress(DistError, OSError):
                 leave()
-        self.link.close(_PATIENCE_SECONDS, _CLOSE_SECONDS)
+        self.link.close(_FLUSH_SECONDS, _CLOSE_SECONDS)
 
 
 _all: weakref.WeakSet[GroupTransport] = weakref.WeakSet()
@@ -160,7 +160,7 @@ _all: weakref.WeakSet[GroupTransport] = weakref.WeakSet()
 
 def _close_at_exit() -> None:
     """Send all that is queued before the process ends."""
-    progress.let_tasks_end()
+    progress.await_running_tasks()
     for transport in tuple(_all):
         transport.close()
 

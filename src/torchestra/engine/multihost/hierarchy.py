@@ -1,12 +1,12 @@
 """The steps, within the host and between hosts, of the operations of a group on several hosts.
 
 Every operation begins by checking that all ranks of all hosts have called the same (:meth:`Hierarchy.agree`):
-within the host by the fingerprints of the arena, between hosts by an *envelope* that the ranks at place 0
-send each other. Envelopes of different operations fit each other, since there is room for the longest, and a
+within the host by the fingerprints of the arena, between hosts by an *header* that the ranks at place 0
+send each other. Headers of different operations fit each other, since there is room for the longest, and a
 small tensor goes along in them, so that a small operation is one trip. Only then do lengths depend on what
 was called, with one exception: so that the link need not wait for the answer, each end of a rail may send the
-others something *early*, of any length up to a bound. If the hosts have called different operations, the ends
-that have sent nothing early send a byte, and the receivers drop what has come.
+others something *eagerly*, of any length up to a bound. If the hosts have called different operations, the
+ends that have sent nothing eagerly send a byte, and the receivers drop what has come.
 
 Waits between hosts check for the same as those within a host (rank_context.py): an abort, a rank of this host
 that died, another host or a rank there that is gone (failure_detector.py), the deadline.
@@ -22,35 +22,37 @@ import numpy as np
 import torch
 
 from torchestra.engine import operations
+from torchestra.engine.failure.mismatches import mismatch_text
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.local import LocalEngine, LocalPlan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
 from torchestra.engine.multihost.failure_detector import FailureDetector
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.grid import grid_of
 from torchestra.engine.operations import ALL_GATHER, BARRIER, BROADCAST, Collective, Kind
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 from torchestra.system.deadline import Deadline, RunningClock
 
-EARLY = 2
+EAGER_CHUNKS = 2
 """How often an end sends each other end something before it is known that all ranks have called the same."""
 
-_EARLY_BYTES = 1 << 19
+_EAGER_BYTES = 1 << 19
 """How much there is room for each time, for all other ends together."""
 
-_INLINE_BYTES, _LEAST_INLINE_BYTES = 1 << 16, 1 << 12
-"""What goes along in envelopes: at most so much to a host from all others, or else the less from each."""
+_INLINE_BYTES, _MIN_INLINE_BYTES = 1 << 16, 1 << 12
+"""What goes along with headers: at most so much to a host from all others, or else the less from each."""
 
-_HEAD_WORDS = 4
-_HEAD_BYTES = 8 * _HEAD_WORDS
+_HEADER_WORDS = 4
+_HEADER_BYTES = 8 * _HEADER_WORDS
 _TEXT_BYTES = 768
 EXPLANATION_BOUNDS = 1.5
 """For how many heartbeat bounds the way to another host has failed before it is told without the reason."""
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _EXPLANATION_SECONDS = 0.01
 
-_DOUBT_SECONDS, _LONGEST_LOOK = 1.0, 0.1
+_SUSPICION_SECONDS, _LONGEST_INTERVAL_S = 1.0, 0.1
 """For how long what a rank elsewhere has sent before it went may be on its way; how much a look counts."""
 
 
@@ -63,14 +65,14 @@ class _Suspects:
 
     def __init__(self) -> None:
         self.here: int | None = None
-        self._clock = RunningClock(_LONGEST_LOOK)
+        self._clock = RunningClock(_LONGEST_INTERVAL_S)
         self._since: dict[int, float] = {}  # by rank on another host: since when, by that clock
 
-    def certain(self, gone: Iterable[int]) -> frozenset[int]:
+    def expired(self, gone: Iterable[int]) -> frozenset[int]:
         """Return which of some ranks have been gone for so long that nothing more will come from them."""
         now = self._clock.elapsed()
         self._since = {rank: self._since.get(rank, now) for rank in gone}
-        return frozenset(rank for rank, since in self._since.items() if now - since >= _DOUBT_SECONDS)
+        return frozenset(rank for rank, since in self._since.items() if now - since >= _SUSPICION_SECONDS)
 
 
 @dataclass
@@ -111,7 +113,7 @@ def split_evenly(count: int, parts: int) -> list[int]:
     return [least + (part < more) for part in range(parts)]
 
 
-class _Envelope(NamedTuple):
+class _HeaderExchange(NamedTuple):
     """The first exchange of an operation between hosts: what comes, by host, and its pending transfer."""
 
     received: torch.Tensor
@@ -129,8 +131,9 @@ class Hierarchy:
     Attributes:
         sent_off: the number of operations of which this host has begun to send what it can before it hears
             from others.
-        inline_bytes: how much fits into an envelope.
-        early_bytes: how much an end sends another early, at most.
+        grid: how many hosts exchange with few others each; None of fewer hosts.
+        inline_bytes: how much goes along with a header; nothing in a grid, where no host gets all headers.
+        eager_bytes: how much an end sends another eagerly, at most.
     """
 
     def __init__(
@@ -154,8 +157,10 @@ class Hierarchy:
         self.name = name
         self.sequence = 0
         self.sent_off = 0
-        self.inline_bytes = max(_LEAST_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
-        self.early_bytes = _EARLY_BYTES // (len(hosts) - 1)
+        self.grid = grid_of(len(hosts))
+        fits = max(_MIN_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
+        self.inline_bytes = fits if self.grid is None else 0
+        self.eager_bytes = _EAGER_BYTES // (len(hosts) - 1)
         detector.begun = lambda: self.sequence
         self._plans: dict[tuple[str, int, int, int, int], LocalPlan] = {}
 
@@ -172,7 +177,7 @@ class Hierarchy:
         return plan
 
     def share_from(self, local_rank: int, tensor: torch.Tensor, call: Call) -> None:
-        """Replace every rank's tensor, on this host, by that of the rank at a place."""
+        """Replace every rank's tensor, on this host, by that of the rank with this local rank."""
         plan, memory = self.plan(BROADCAST, call, root=local_rank), [bytes_of(tensor)]
         self.local.collective(plan, memory, memory, call.timeout_s, call.site)
 
@@ -192,9 +197,9 @@ class Hierarchy:
         """
         suspects = _Suspects()
         try:
-            while not pending.wait(_LOOK_SECONDS):
-                self._look_around(call, suspects)
-                if gone := suspects.certain(self._gone_elsewhere()):
+            while not pending.wait(_POLL_SECONDS):
+                self._check_local(call, suspects)
+                if gone := suspects.expired(self._gone_remote_ranks()):
                     self._give_up_on(gone, call)
             return
         except BridgeError as error:
@@ -202,13 +207,13 @@ class Hierarchy:
         # Not in the handler: the error that a rank died does not chain the bridge's.
         self._explain(failure, call)
 
-    def _look_around(self, call: Call, suspects: _Suspects) -> None:
+    def _check_local(self, call: Call, suspects: _Suspects) -> None:
         """Raise if waiting any longer is in vain, whichever ranks on other hosts are gone."""
         suspects.here = self.context.check(str(call), self.local_rank, None, suspects.here)
         if call.deadline.expired():
             self._time_out(call, call.deadline.elapsed())
 
-    def _gone_elsewhere(self) -> frozenset[int]:
+    def _gone_remote_ranks(self) -> frozenset[int]:
         return frozenset(self.detector.dead | self.detector.left)
 
     def _give_up_on(self, gone: frozenset[int], call: Call) -> None:
@@ -226,12 +231,13 @@ class Hierarchy:
         raise self.context.aborted()
 
     def _report_all(self) -> str:
-        return self.detector.ask_where_they_are() + self.context.report(range(self.context.size))
+        return self.context.report(range(self.context.size), None, self.detector.ask_where_they_are())
 
     def _time_out(self, call: Call, waited: float) -> None:
         """End an operation for which other hosts have not come."""
-        missing, elsewhere = self.detector.ask_who_is_missing(self.sequence)
-        report = elsewhere + self.context.report(range(self.context.size))
+        elsewhere = self.detector.ask_where_they_are()
+        missing = tuple(rank for host in elsewhere for rank in host.missing)
+        report = self.context.report(range(self.context.size), call.site, elsewhere)
         late = ", ".join(map(self.hosts.describe, missing)) or "other hosts"
         message = (
             f"{call} of group {self.name!r} timed out after {waited:.1f} s on"
@@ -247,11 +253,11 @@ class Hierarchy:
         bound_s = EXPLANATION_BOUNDS * self.detector.bound
         suspects = _Suspects()
         for _ in Deadline(bound_s).polls(_EXPLANATION_SECONDS):
-            self._look_around(call, suspects)
-            if gone := self._gone_elsewhere():
+            self._check_local(call, suspects)
+            if gone := self._gone_remote_ranks():
                 self._give_up_on(gone, call)
         self.context.abort(
-            f"the way from {self.hosts.describe(self.rank)} to other hosts failed in {call}: {error}"
+            f"the connection of {self.hosts.describe(self.rank)} to other hosts failed in {call}: {error}"
         )
         raise self.context.aborted() from error
 
@@ -262,42 +268,42 @@ class Hierarchy:
 
         Args:
             meanwhile: called while the hosts tell each other, if the ranks of this one agree. It must not
-                change the tensors of the call. It may begin :data:`EARLY` exchanges on the rail, and returns
-                them; in each every end sends every other something, at most ``early_bytes``, and has room for
-                as much.
+                change the tensors of the call. It may begin :data:`EAGER_CHUNKS` exchanges on the rail, and
+                returns them; in each every end sends every other something, at most ``eager_bytes``, and has
+                room for as much.
 
         Raises:
             CollectiveMismatchError: they have not; on all ranks. The group stays usable.
         """
         differs = not self.agree_here(call)
-        envelope = self.post(call, differs)
-        early = meanwhile() if meanwhile is not None and not differs else ()
-        _, differs = self.open(envelope, call)
-        self.settle(call, differs, early)
+        headers = self.send_header(call, differs)
+        eager = meanwhile() if meanwhile is not None and not differs else ()
+        _, differs = self.compare_headers(headers, call)
+        self.share_verdict(call, differs, eager)
 
-    def settle(self, call: Call, differs: bool, early: Sequence[Pending] = ()) -> None:
+    def share_verdict(self, call: Call, differs: bool, eager: Sequence[Pending] = ()) -> None:
         """Tell all ranks of this host, from local rank 0, whether all ranks of all hosts called the same.
 
         Raises:
             CollectiveMismatchError: they did not.
         """
         verdict = torch.tensor([int(differs)])
-        self.share_from(0, verdict, _harmless(call))
+        self.share_from(0, verdict, _neutral_call(call))
         if verdict.item():
-            self._drop_early(early, call)
+            self._drop_eager(eager, call)
             self.raise_mismatch(call)
 
-    def settle_with(self, call: Call, differs: bool, result: torch.Tensor) -> torch.Tensor:
-        """Do :meth:`settle`, and return the bytes of local rank 0; the others pass as many.
+    def share_verdict_and_result(self, call: Call, differs: bool, result: torch.Tensor) -> torch.Tensor:
+        """Do :meth:`share_verdict`, and return the bytes of local rank 0; the others pass as many.
 
         Only where the ranks of this host have called the same.
         """
         message = torch.empty(1 + result.numel(), dtype=torch.uint8)
         if self.local_rank == 0:
             message[0], message[1:] = int(differs), result
-        self.share_from(0, message, _harmless(call))
+        self.share_from(0, message, _neutral_call(call))
         if message[0]:
-            self._drop_early((), call)
+            self._drop_eager((), call)
             self.raise_mismatch(call)
         return message[1:]
 
@@ -307,19 +313,21 @@ class Hierarchy:
         Raises:
             CollectiveMismatchError: always.
         """
-        self.open(self.post(call, differs=True), call)
-        self.settle(call, differs=True)
+        self.compare_headers(self.send_header(call, differs=True), call)
+        self.share_verdict(call, differs=True)
 
-    def _drop_early(self, early: Sequence[Pending], call: Call) -> None:
-        """After a mismatch, receive what other ends have sent early, and send them what they wait for."""
+    def _drop_eager(self, eager: Sequence[Pending], call: Call) -> None:
+        """After a mismatch, receive what other ends have sent eagerly, and send them what they wait for."""
         if self.bridge is None:
             return
         sent = [int(end != self.host) for end in range(len(self.hosts))]
-        rooms = [self.early_bytes * each for each in sent]
-        for _ in range(EARLY - len(early)):
-            dropped, sent_bytes = (torch.empty(sum(lengths), dtype=torch.uint8) for lengths in (rooms, sent))
-            early = [*early, self.bridge.exchange(dropped, rooms, sent_bytes, sent, call.timeout_s)]
-        for pending in early:
+        buffer_lengths = [self.eager_bytes * each for each in sent]
+        for _ in range(EAGER_CHUNKS - len(eager)):
+            dropped, sent_bytes = (
+                torch.empty(sum(lengths), dtype=torch.uint8) for lengths in (buffer_lengths, sent)
+            )
+            eager = [*eager, self.bridge.exchange(dropped, buffer_lengths, sent_bytes, sent, call.timeout_s)]
+        for pending in eager:
             self.wait(pending, call)
 
     def agree_here(self, call: Call) -> bool:
@@ -338,8 +346,10 @@ class Hierarchy:
             return False
         return True
 
-    def post(self, call: Call, differs: bool, inline: torch.Tensor | None = None) -> _Envelope | None:
-        """At place 0, begin to tell the other hosts what was called here; at other places, return None.
+    def send_header(
+        self, call: Call, differs: bool, inline: torch.Tensor | None = None
+    ) -> _HeaderExchange | None:
+        """On local rank 0, begin to tell the other hosts what was called here; on others, return None.
 
         Args:
             differs: whether the ranks of this host have called different operations.
@@ -348,47 +358,71 @@ class Hierarchy:
         if self.local_rank != 0:
             return None
         assert self.bridge is not None
-        head = np.array([self.sequence, call.meta, call.count, int(differs)], dtype=np.int64)
-        message = torch.from_numpy(head.view(np.uint8))
+        message = self._header(call, differs)
+        if self.grid is not None:
+            return self._send_header_among(self.grid.row(self.host), message, call)
         if inline is not None:
             message = torch.cat([message, inline])
-        received = torch.empty((len(self.hosts), _HEAD_BYTES + self.inline_bytes), dtype=torch.uint8)
-        return _Envelope(received, self.bridge.tell(received.view(-1), message, call.timeout_s))
+        received = torch.empty((len(self.hosts), _HEADER_BYTES + self.inline_bytes), dtype=torch.uint8)
+        return _HeaderExchange(received, self.bridge.tell(received.view(-1), message, call.timeout_s))
 
-    def open(self, envelope: _Envelope | None, call: Call) -> tuple[torch.Tensor, bool]:
-        """At place 0, return what came with the hosts' envelopes, and whether any of them differs."""
+    def _header(self, call: Call, differs: bool) -> torch.Tensor:
+        head = np.array([self.sequence, call.meta, call.count, int(differs)], dtype=np.int64)
+        return torch.from_numpy(head.view(np.uint8))
+
+    def _send_header_among(self, hosts: Sequence[int], message: torch.Tensor, call: Call) -> _HeaderExchange:
+        """Begin to tell some hosts, which tell each other, what was called here."""
+        assert self.bridge is not None
+        received = torch.empty((len(hosts), message.numel()), dtype=torch.uint8)
+        messages = [message] * len(hosts)
+        return _HeaderExchange(
+            received, self.bridge.exchange_among(hosts, list(received), messages, call.timeout_s)
+        )
+
+    def compare_headers(self, headers: _HeaderExchange | None, call: Call) -> tuple[torch.Tensor, bool]:
+        """At place 0, return what came with the hosts' headers, and whether any of them differs.
+
+        In a grid the headers of a row are compared first. Then the hosts of each column tell each other
+        what their rows have called, and whether that differed: all of them know of all rows.
+        """
         self.sent_off += 1
-        if envelope is None:
+        if headers is None:
             return _NOTHING, False
+        received, differs = self._await_headers(headers, call)
+        if self.grid is not None:
+            column = self._send_header_among(self.grid.column(self.host), self._header(call, differs), call)
+            received, differs = self._await_headers(column, call)
+        return received, differs
+
+    def _await_headers(self, headers: _HeaderExchange, call: Call) -> tuple[torch.Tensor, bool]:
+        """Wait for headers; return what came with them, and whether any of them differs."""
         since = recorder.begin_wait(self.context.address, -1)
         try:
-            self.wait(envelope.pending, call)
+            self.wait(headers.pending, call)
         finally:
             recorder.end_wait_elsewhere(self.context.address, since)
-        heads = envelope.received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
+        heads = headers.received[:, :_HEADER_BYTES].contiguous().view(torch.int64)
         same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
-        return envelope.received[:, _HEAD_BYTES:], not same
+        return headers.received[:, _HEADER_BYTES:], not same
 
     def raise_mismatch(self, call: Call) -> None:
         """Tell all ranks what each has called, and raise CollectiveMismatchError."""
-        harmless = _harmless(call)
+        neutral = _neutral_call(call)
         text = f"{call}{call.lengths} at {call.site or call_site()}".encode()[:_TEXT_BYTES]
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         own = torch.empty((len(self.here), _TEXT_BYTES), dtype=torch.uint8)
-        self.share(list(own), mine, harmless)
+        self.share(list(own), mine, neutral)
         blocks = self.spread(
-            own.view(-1), [len(ranks) * _TEXT_BYTES for ranks in self.hosts.members], harmless
+            own.view(-1), [len(ranks) * _TEXT_BYTES for ranks in self.hosts.members], neutral
         )
         calls: dict[int, str] = {}
         for ranks, block in zip(self.hosts.members, blocks, strict=True):
             for rank, row in zip(ranks, block.view(-1, _TEXT_BYTES), strict=True):
                 calls[rank] = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        lines = "".join(f"\n  {self.hosts.describe(rank)} called {calls[rank]}" for rank in sorted(calls))
-        raise CollectiveMismatchError(
-            f"the ranks of group {self.name!r} called different operations (number {self.sequence} of the"
-            f" group):{lines}\nNothing was sent; the group stays usable."
-        )
+        by_rank = {rank: calls[rank] for rank in sorted(calls)}
+        told = mismatch_text(self.name, self.sequence, by_rank, self.hosts.describe)
+        raise CollectiveMismatchError(f"{told}\nNothing was sent; the group stays usable.")
 
     def spread(self, own: torch.Tensor, lengths: Sequence[int], call: Call) -> list[torch.Tensor]:
         """Return the blocks of all hosts, on all their ranks. Each rail moves a part of each block.
@@ -419,7 +453,7 @@ class Hierarchy:
         return blocks
 
 
-def _harmless(call: Call) -> Call:
+def _neutral_call(call: Call) -> Call:
     """Return a call with a fingerprint that is the same on all ranks, whatever they have called."""
     return Call(operations.pack(Kind.barrier), 0, call.timeout_s, call.site)
 

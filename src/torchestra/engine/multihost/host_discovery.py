@@ -11,7 +11,7 @@ A rank makes two requests to the store, one that has opened a segment makes five
 that gets in: O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads,
 and the outcome, which one rank per host reads, and which is packed (a few bytes per host). No rank polls the
 store: one that waits within a host learns from the end of its connection to the segment that the outcome is
-there. A rank in a segment holds a lock on it until it has entered the group (:class:`Residents`)::
+there. A rank in a segment holds a lock on it until it has entered the group (:class:`LocalRanks`)::
 
     finding/here/R          rank R has come; among threads, which host it says it is on
     finding/segment/ID/N    "R:host:invitation", the N-th segment of that id, and the rank that opened it
@@ -25,6 +25,7 @@ there. A rank in a segment holds a lock on it until it has entered the group (:c
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -32,10 +33,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.memory.fd_passing import DescriptorServer, await_end, request_descriptor
 from torchestra.engine.memory.mapping import MemoryFile
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.peer_values import ranks_in, read_text
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import (
     CollectiveTimeoutError,
@@ -48,12 +50,14 @@ from torchestra.errors import (
 )
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.missing_keys import missing_indices
+from torchestra.store.unreadable import reading
 from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
-from torchestra.system.memory_files import make_memory_file
+from torchestra.system.memory_files import make_memory_file, no_room
 
 _SERVING_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
+_TELL_SECONDS = 1.0
 _ALL = b"yes"
 _DONE, _LATE, _FAILED = b"!", b"?", b"x"
 # A segment's memory: how it ended; by rank, the mark of one that has locked that byte; what there is to say.
@@ -97,40 +101,47 @@ def find_hosts(
 @contextlib.contextmanager
 def hosts_found(
     store: Store, rank: int, size: int, name: str, timeout_s: float, *, threads: bool = False
-) -> Iterator[tuple[Hosts, Residents | None]]:
+) -> Iterator[tuple[Hosts, LocalRanks | None]]:
     """Do as :func:`find_hosts`, and let the ranks of a host see which of them die inside the block.
 
     Yields the hosts, and the ranks of this one: None if these are threads.
     """
-    visit = _Visit(PrefixStore("finding", store), rank, size, name, timeout_s)
+    discovery = _Discovery(PrefixStore("finding", store), rank, size, name, timeout_s)
     try:
         with naming_limits(f"rank {rank} cannot enter group {name!r}"):
-            hosts = _find(visit, threads=threads)
+            hosts = _find(discovery, threads=threads)
     except BaseException as error:
-        visit.tell_failure(error)
+        discovery.tell_failure(error)
         raise
-    memory, visit.memory = visit.memory, None
-    yield hosts, None if memory is None else Residents(memory, hosts.on(hosts.host_at(rank)), rank)
+    memory, discovery.memory = discovery.memory, None
+    yield hosts, None if memory is None else LocalRanks(memory, hosts.on(hosts.host_at(rank)), rank)
 
 
-def _find(visit: _Visit, *, threads: bool) -> Hosts:
-    rank, size, name = visit.rank, visit.size, visit.name
+def refuse_hosts(store: Store, why: str) -> Hosts | None:
+    """Have ranks that look for each other over this store give up; return the hosts if all have come."""
+    own = PrefixStore("finding", store)
+    own.compare_set("all", "", json.dumps([[], why]))
+    return Hosts.decode(own.get("outcome")) if own.check(["outcome"]) else None
+
+
+def _find(discovery: _Discovery, *, threads: bool) -> Hosts:
+    rank, size, name = discovery.rank, discovery.size, discovery.name
     if threads:
-        return visit.ask_everybody()
+        return discovery.ask_everybody()
     check_free_descriptors(_DESCRIPTORS)
-    visit.store.set(f"here/{rank}", b"")
+    discovery.store.set(f"here/{rank}", b"")
     identity = hashlib.sha256(host_id().encode()).hexdigest()[:16]
-    with _HostSegment(visit) as segment:
+    with _HostSegment(discovery) as segment:
         for attempt in range(size):
-            sign = visit.store.compare_set(f"segment/{identity}/{attempt}", "", segment.sign)
+            sign = discovery.store.compare_set(f"segment/{identity}/{attempt}", "", segment.sign)
             if sign == segment.sign.encode():
                 return segment.lead()
-            if (hosts := visit.follow(sign.decode())) is not None:
+            if (hosts := discovery.follow(sign.decode())) is not None:
                 return hosts
-    raise DistBackendError(f"rank {rank} of group {name!r}: no segment of its host lets it in")
+    raise DistBackendError(f"rank {rank} of group {name!r}: no shared memory of its host admits it")
 
 
-class Residents:
+class LocalRanks:
     """The ranks of this host that enter a group: each has locked a byte of the segment, and marked it.
 
     Args:
@@ -148,7 +159,7 @@ class Residents:
         return is_marked and offset != _MARKS_AT + self._own and not self._memory.is_held(offset)
 
 
-class _Visit:
+class _Discovery:
     """One call of :func:`find_hosts`.
 
     Attributes:
@@ -169,7 +180,7 @@ class _Visit:
         os.close(descriptor)
         offset = _MARKS_AT + self.rank
         memory.hold(offset)
-        os.pwrite(memory.descriptor, _MARKED, offset)
+        _write(memory.descriptor, _MARKED, offset)
         return memory.descriptor
 
     def follow(self, sign: str) -> Hosts | None:
@@ -194,13 +205,16 @@ class _Visit:
             if state == _FAILED:
                 raise self.failure(text)
             if state == _LATE:
-                raise self.late(json.loads(text))
+                with reading("which ranks have not come"):
+                    absent = ranks_in(json.loads(text.rstrip(b"\0")), range(self.size))
+                raise self.late(absent)
             if state != _DONE:
                 raise DistBackendError(
-                    f"rank {self.rank} of group {self.name!r}: rank {leader}, on the same host, has gone"
-                    " before all ranks had come"
+                    f"rank {self.rank} of group {self.name!r}: rank {leader}, on the same host, ended"
+                    " before all ranks had joined"
                 )
-            return Hosts.decode(text)
+            with reading(f"which ranks share a host, as rank {leader} says,"):
+                return Hosts.decode(text)
         finally:
             connection.close()
 
@@ -208,12 +222,13 @@ class _Visit:
         """Among threads, trust the hosts that they name, which rank 0 puts together."""
         self.store.set(f"here/{self.rank}", json.dumps([host_id(), host_name()]))
         if self.rank != 0:
-            return self.hear()
+            return self.await_outcome()
         texts = self.values([f"here/{peer}" for peer in range(self.size)])
         members: dict[str, list[int]] = {}
         names: list[str] = []
         for peer, text in enumerate(texts):
-            identity, called = json.loads(text)
+            with reading(f"the host of rank {peer}"):
+                identity, called = map(read_text, json.loads(text))
             if identity not in members:
                 names.append(called)
             members.setdefault(identity, []).append(peer)
@@ -229,14 +244,18 @@ class _Visit:
         if isinstance(error, (CollectiveTimeoutError, GroupAbortedError)):
             return  # an error that the others know, or will find themselves
         with contextlib.suppress(DistError, OSError):
+            store = self.store.clone()
+            store.set_timeout(_TELL_SECONDS)  # its server may be gone
             why = f"rank {self.rank} could not enter it: {type(error).__name__}: {error}"
-            self.store.compare_set("all", "", json.dumps([[], why]))
+            store.compare_set("all", "", json.dumps([[], why]))
 
     def failure(self, text: bytes) -> GroupAbortedError:
         """Return the error for a text by :meth:`tell_failure`, or by a segment that has lost a rank."""
-        died, why = json.loads(text)
+        with reading(f"why group {self.name!r} cannot be used"):
+            died, why = json.loads(text)
+            died = ranks_in(died, range(self.size))
         message = f"rank {self.rank}: group {self.name!r} cannot be used: {why}"
-        return RankFailedError(message, tuple(died)) if died else GroupAbortedError(message)
+        return RankFailedError(message, died) if died else GroupAbortedError(message)
 
     def await_all(self) -> None:
         """Wait until all ranks are in a segment.
@@ -248,9 +267,11 @@ class _Visit:
         if answer != _ALL:
             raise self.failure(answer)
 
-    def hear(self) -> Hosts:
+    def await_outcome(self) -> Hosts:
         """Wait for the outcome, which another rank writes, and return it."""
-        return Hosts.decode(self.values(["outcome"])[0])
+        text = self.values(["outcome"])[0]
+        with reading(f"which ranks of group {self.name!r} share a host"):
+            return Hosts.decode(text)
 
     def values(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys that exist once the others have come."""
@@ -271,19 +292,29 @@ class _Visit:
         )
 
 
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    """Write into a segment's memory."""
+    try:
+        os.pwrite(descriptor, data, offset)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise no_room("what the ranks of a host tell each other while they meet") from error
+
+
 class _HostSegment:
     """The segment that a rank opens in case it is the first of its host."""
 
-    def __init__(self, visit: _Visit) -> None:
-        self._visit = visit
+    def __init__(self, discovery: _Discovery) -> None:
+        self._discovery = discovery
         self._closed = threading.Event()
         self._admission = DescriptorServer(
-            range(visit.size), visit.store.secret, visit.name, taken=[visit.rank], keeps=True
+            range(discovery.size), discovery.store.secret, discovery.name, taken=[discovery.rank], keeps=True
         )
         self._descriptor = -1
-        self.sign = f"{visit.rank}:{self._admission.invitation}"
+        self.sign = f"{discovery.rank}:{self._admission.invitation}"
         self._server = threading.Thread(
-            target=self._serve, name=f"torchestra-segment-{visit.rank}", daemon=True
+            target=self._serve, name=f"torchestra-segment-{discovery.rank}", daemon=True
         )
 
     def __enter__(self) -> _HostSegment:
@@ -298,7 +329,7 @@ class _HostSegment:
 
     def lead(self) -> Hosts:
         """Admit ranks of this host until all ranks are in a segment, and tell them the outcome."""
-        self._descriptor = self._visit.enter(make_memory_file("torchestra-segment"))
+        self._descriptor = self._discovery.enter(make_memory_file("torchestra-segment"))
         try:
             hosts = self._find_out()
         except CollectiveTimeoutError as error:
@@ -312,28 +343,33 @@ class _HostSegment:
         return hosts
 
     def _show(self, state: bytes, text: bytes) -> None:
-        os.pwrite(self._descriptor, text, self._visit.text_at)
-        os.pwrite(self._descriptor, state, _STATE_AT)
+        _write(self._descriptor, text, self._discovery.text_at)
+        _write(self._descriptor, state, _STATE_AT)
 
     def _find_out(self) -> Hosts:
-        visit, store = self._visit, self._visit.store
+        discovery, store = self._discovery, self._discovery.store
         host = store.add("hosts", 1) - 1
         self._count(1)
         start_thread(self._server)
-        visit.await_all()
-        members = [visit.rank, *self._admission.given]
+        discovery.await_all()
+        members = [discovery.rank, *self._admission.given]
         store.set(f"members/{host}", json.dumps([members, host_name()]))
-        return visit.tell(self._put_together()) if host == 0 else visit.hear()
+        return discovery.tell(self._put_together()) if host == 0 else discovery.await_outcome()
 
     def _put_together(self) -> Hosts:
-        visit, store = self._visit, self._visit.store
+        discovery, store = self._discovery, self._discovery.store
         keys = [f"members/{other}" for other in range(store.add("hosts", 0))]
-        members = [json.loads(text) for text in visit.values(keys)]
-        return Hosts([ranks for ranks, _ in members], [called for _, called in members])
+        texts = discovery.values(keys)
+        with reading(f"which ranks of group {discovery.name!r} share a host"):
+            members = [json.loads(text) for text in texts]
+            parts = [ranks_in(ranks, range(discovery.size)) for ranks, _ in members]
+            if sorted(rank for part in parts for rank in part) != list(range(discovery.size)):
+                raise ValueError(f"a rank is missing, or there twice: {parts!r:.100}")
+            return Hosts(parts, [read_text(called) for _, called in members])
 
     def _count(self, ranks: int) -> None:
-        if self._visit.store.add("arrived", ranks) == self._visit.size:
-            self._visit.store.compare_set("all", "", _ALL)
+        if self._discovery.store.add("arrived", ranks) == self._discovery.size:
+            self._discovery.store.compare_set("all", "", _ALL)
 
     def _serve(self) -> None:
         admission = self._admission
@@ -344,7 +380,7 @@ class _HostSegment:
                 # A rank that is in waits for the outcome, and ends its connection after that.
                 why = f"{named(lost)} died before all ranks had come"
                 with contextlib.suppress(DistError, OSError):
-                    self._visit.store.compare_set("all", "", json.dumps([lost, why]))
+                    self._discovery.store.compare_set("all", "", json.dumps([lost, why]))
             if came := len(admission.given) - counted:
                 counted += came
                 self._count(came)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from torchestra.engine import layout as at
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join, refuse
 from torchestra.engine.membership.rank_context import RankContext
@@ -18,16 +19,17 @@ from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
 from torchestra.engine.multihost.engine import MultiHostEngine
-from torchestra.engine.multihost.failure_detector import FailureDetector, HeartbeatMonitor
+from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.group_transport import RECORD_BYTES, GroupTransport
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE, heartbeat_bound
+from torchestra.engine.multihost.heartbeat_monitor import HeartbeatMonitor
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
+from torchestra.store.unreadable import reading
 from torchestra.system.deadline import Deadline
 
 _AGREED = "agreed"
@@ -109,7 +111,7 @@ def _connect(
     try:
         local = LocalEngine(context)
         # The ranks of a host tell others what they called, so they must find a mismatch at once.
-        local.choices = replace(local.choices, early=-1)
+        local.choices = replace(local.choices, eager=-1)
         hierarchy = Hierarchy(local, hosts, transport.rank, end, detector, name)
         _exchange_endpoints(hierarchy, transport, _rest(deadline))
         detector.attach(transport)
@@ -135,7 +137,7 @@ def _watch(store: Store, hosts: Hosts, host: int, context: RankContext, bound: f
     """Make the failure detector of a rank that has entered its host's arena."""
     # A wait within the host is mostly for a rank that waits for the network: compared to that a wake-up is
     # cheap, while a yield may give the core away for a whole slice.
-    context.set_word(at.YIELDS, 0)
+    context.store_word(at.YIELDS, 0)
     watch = PrefixStore("watch", store)
     detector = (HeartbeatMonitor if context.rank == 0 else FailureDetector)(
         watch, hosts, host, context, bound
@@ -168,6 +170,15 @@ def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout
     hierarchy.agree(call())  # nobody connects to a rank that does not know it yet
 
 
+def _read_terms(terms: bytes, size: int) -> tuple[int, str, float]:
+    """Return what the first rank to come wrote: which it is, its bridge and its heartbeat bound."""
+    with reading("the bridge between hosts that the first rank uses"):
+        first, bridge, bound = terms.decode().split(" ")
+        if not 0 <= int(first) < size:
+            raise ValueError(f"there is no rank {first:.20}")
+        return int(first), bridge, float(bound)
+
+
 def _agree(
     store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, context: RankContext, timeout_s: float
 ) -> None:
@@ -176,17 +187,17 @@ def _agree(
     Returns when all have agreed, or raises the error that one has found. If a rank has died, the others wait
     for it as long as the heartbeat bound, and find it missing when they open the bridge.
     """
-    terms = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
-    first, their_bridge, their_bound = terms.split(" ")
-    if (their_bridge, float(their_bound)) == (bridge, bound):
+    terms = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}")
+    first, their_bridge, their_bound = _read_terms(terms, hosts.size)
+    if (their_bridge, their_bound) == (bridge, bound):
         if store.add("agreed", 1) == hosts.size:
             store.compare_set("settled", "", _AGREED)
-        message = _settled(store, context, min(timeout_s, bound))
+        message = _await_agreement(store, context, min(timeout_s, bound))
         if message != _AGREED:
             context.abort(message)
             raise InvalidArgumentError(message)
         return
-    who, other = hosts.describe(rank), hosts.describe(int(first))
+    who, other = hosts.describe(rank), hosts.describe(first)
     if their_bridge != bridge:
         message = (
             f"{who} uses the bridge {bridge!r} between hosts, but {other} uses {their_bridge!r}; all ranks"
@@ -195,8 +206,8 @@ def _agree(
         )
     else:
         message = (
-            f"{who} has a heartbeat bound of {bound:g} s, but {other} of {float(their_bound):g} s; a host"
-            " with the longer one beats too rarely for the other, and would be given up though it lives:"
+            f"{who} has a heartbeat bound of {bound:g} s, but {other} of {their_bound:g} s; a host"
+            " with the longer one sends heartbeats too rarely for the other, which would take it for dead:"
             f" set {HEARTBEAT_VARIABLE} to the same for all ranks, or for none"
         )
     # Several may find it at once: all raise the error of the first.
@@ -205,7 +216,7 @@ def _agree(
     raise InvalidArgumentError(message)
 
 
-def _settled(store: Store, context: RankContext, timeout_s: float) -> str:
+def _await_agreement(store: Store, context: RankContext, timeout_s: float) -> str:
     """Wait until the ranks have agreed on their terms, or one has found that they differ; return which."""
     deadline = Deadline(timeout_s)
     while not deadline.expired():

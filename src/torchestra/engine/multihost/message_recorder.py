@@ -66,7 +66,7 @@ class MessageRecorder:
         # A context of its own, for the clock's scratch in it.
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         for word in (at.RECORD, at.CLOCK):
-            self._words[word // 8] = context.word(word)
+            self._words[word // 8] = context.load_word(word)
         self.context: int = self._words.ctypes.data
         self.lock = threading.RLock()
         self.open = entry_point(message_records.open_remote_message)

@@ -8,7 +8,12 @@ except for creating communicators (mpi_bridge.py).
 MPI must offer MPI_THREAD_MULTIPLE: calls come from the program, from the threads of its groups that run
 operations in the background, and from those that make communicators, all at the same time.
 
-A program that imports mpi4py.MPI itself has started MPI by that, and ends it.
+Between the two calls the thread lets MPI make progress, some times a second. An MPI may report a message as
+sent that the receiver cannot complete before the sender calls into MPI once more: Open MPI tells the receiver
+that all has been written after it has told the sender, and that too may have to wait for room in a socket. A
+rank that then waits for another one by other means than MPI, such as within its host, would never call.
+
+A program that imports mpi4py.MPI itself has started MPI by that, and ends it. The thread ends before.
 """
 
 from __future__ import annotations
@@ -25,10 +30,14 @@ import time
 import weakref
 from typing import Any
 
-from torchestra.engine.progress import let_tasks_end
+from torchestra.engine.progress import await_running_tasks
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistError
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
+
+_PROGRESS_SECONDS = 0.02
+"""How often MPI makes progress while nothing else calls into it."""
+
 _GRACE_SECONDS = 10.0
 
 _FORWARDING_SECONDS = 0.3
@@ -81,7 +90,7 @@ def why_no_mpi() -> str:
     return ""
 
 
-class _Keeper:
+class _MpiLifetime:
     """Start MPI, unless the program has, and end it with the process if it has started it."""
 
     def __init__(self) -> None:
@@ -95,15 +104,25 @@ class _Keeper:
         if self.module.Is_finalized():
             self._ours, self.error = False, "MPI has been finalized in this process"
         self._thread = threading.Thread(target=self._run, name="torchestra-mpi", daemon=True)
-        if self._ours:
-            self._thread.start()
-        else:
-            self._look_at_threads()
-            self.ready.set()
+        if not self._ours:
+            self._check_threads()
+            if not self.error:
+                self._stop_before_finalize()
+        self._thread.start()
         # Registered late, so it is called early: the store is still there.
         atexit.register(self.end)
 
     def _run(self) -> None:
+        if self._ours:
+            self._init()
+        self.ready.set()
+        if not self.error:
+            self._make_progress()
+        if self._ours:
+            self.over.wait()
+            ctypes.CDLL(self.module.__file__).MPI_Finalize()
+
+    def _init(self) -> None:
         shared = ctypes.CDLL(self.module.__file__)
         provided = ctypes.c_int()
         code = shared.MPI_Init_thread(None, None, self.module.THREAD_MULTIPLE, ctypes.byref(provided))
@@ -111,12 +130,30 @@ class _Keeper:
             self.error = f"MPI_Init_thread failed: {self.module.Get_error_string(code)}"
         else:
             self.module.COMM_WORLD.Set_errhandler(self.module.ERRORS_RETURN)
-            self._look_at_threads()
-        self.ready.set()
-        self.over.wait()
-        shared.MPI_Finalize()
+            self._check_threads()
 
-    def _look_at_threads(self) -> None:
+    def _make_progress(self) -> None:
+        """Let MPI make progress until it is to end, by tests of a message to itself that is not sent."""
+        own = self.module.COMM_SELF.Dup()
+        own.Set_errhandler(self.module.ERRORS_RETURN)
+        never = own.Irecv([bytearray(1), self.module.BYTE], 0)
+        while not self.over.wait(_PROGRESS_SECONDS):
+            with contextlib.suppress(self.module.Exception):  # operations tell what has failed
+                never.Test()
+        never.Cancel()
+        never.Wait()
+        own.Free()
+
+    def _stop_before_finalize(self) -> None:
+        """Make the program's MPI_Finalize, which first deletes COMM_SELF's attributes, end the thread."""
+
+        def stop(*_: Any) -> None:
+            self.over.set()
+            self._thread.join()
+
+        self.module.COMM_SELF.Set_attr(self.module.Comm.Create_keyval(delete_fn=stop), None)
+
+    def _check_threads(self) -> None:
         if not self.error and self.module.Query_thread() < self.module.THREAD_MULTIPLE:
             self.error = (
                 "MPI was started without MPI_THREAD_MULTIPLE, which is needed (mpi4py.rc.threads,"
@@ -138,19 +175,21 @@ class _Keeper:
             sys.stderr.flush()
             time.sleep(_FORWARDING_SECONDS)
             self.module.COMM_WORLD.Abort(1)
-        let_tasks_end()
+        await_running_tasks()
         for each in list(self.closing):
             with contextlib.suppress(DistError, OSError):
                 each.close()
+        self.over.set()
         if self._ours:
-            self.over.set()
             deadline = time.monotonic() + (math.inf if self.clean else _GRACE_SECONDS)
             while self._thread.is_alive() and time.monotonic() < deadline:
-                self._thread.join(_LOOK_SECONDS)
+                self._thread.join(_POLL_SECONDS)
+        else:
+            self._thread.join()
 
 
 _lock = threading.Lock()
-_kept: _Keeper | None = None
+_kept: _MpiLifetime | None = None
 
 
 def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
@@ -167,9 +206,9 @@ def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
     global _kept
     with _lock:
         if _kept is None:
-            _kept = _Keeper()
+            _kept = _MpiLifetime()
     deadline = time.monotonic() + timeout_s
-    while not _kept.ready.wait(_LOOK_SECONDS):
+    while not _kept.ready.wait(_POLL_SECONDS):
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
                 f"MPI did not start within {timeout_s:.1f} s: it waits for all ranks of mpiexec", ()
@@ -197,7 +236,7 @@ def close_at_exit(closable: Any) -> None:
         _kept.closing.add(closable)
 
 
-def doubt_end() -> None:
+def limit_finalize() -> None:
     """Limit the wait for MPI's end at exit, since an operation is under way that may never end."""
     if _kept is not None:
         _kept.clean = False

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending, Places
-from torchestra.engine.multihost.mpi import doubt_end, start_mpi
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors, Pending
+from torchestra.engine.multihost.mpi import limit_finalize, start_mpi
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
 
@@ -37,7 +37,7 @@ _IN_A_ROW = 4
 """How often it polls then each time. A poll moves some tens of kilobytes at most."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 _TAG = 0
 
@@ -82,7 +82,7 @@ class _Work:
                 return False
             polls += 1
             if self._requests is None:
-                self._bridge.opened.wait(min(timeout_s - waited, _LOOK_SECONDS))
+                self._bridge.opened.wait(min(timeout_s - waited, _POLL_SECONDS))
             elif polls < _AT_ONCE:
                 os.sched_yield()
             else:
@@ -150,7 +150,7 @@ class MPIBridge(Bridge):
 
         return self._begun(begin, tensor)
 
-    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Work:
+    def begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> _Work:
         def begin(communicator: Any) -> list[Any]:
             come = [self._pieces(communicator.Irecv, tensor, end) for end, tensor in receives]
             go = [self._pieces(communicator.Isend, tensor, end) for end, tensor in sends]
@@ -184,7 +184,7 @@ class MPIBridge(Bridge):
                 under_way = True
             if under_way:
                 _buried.append(work)
-                doubt_end()
+                limit_finalize()
                 return
         communicator.Free()
 
@@ -256,7 +256,7 @@ class MPIBridge(Bridge):
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                store.wait(keys, _LOOK_SECONDS)
+                store.wait(keys, _POLL_SECONDS)
                 return [_End(*json.loads(text)) for text in store.multi_get(keys)]
             except StoreTimeoutError:
                 if self._closed:

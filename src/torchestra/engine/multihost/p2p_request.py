@@ -18,7 +18,7 @@ from torchestra.system.deadline import Deadline, RunningClock
 
 EAGER_BYTES = 1 << 20  # of one message
 _AHEAD_BYTES = 4 << 20  # of all messages to one rank
-_LONGEST_LOOK = 2.0
+_LONGEST_INTERVAL_S = 2.0
 """Who looks after messages does so every second at least."""
 
 
@@ -99,13 +99,13 @@ class P2PRequest:
         self.broken: tuple[float, str] | None = None
         self.gone_since: RunningClock | None = None
         self.offered = 0
-        self.deadline = Deadline(timeout_s, _LONGEST_LOOK)
+        self.deadline = Deadline(timeout_s, _LONGEST_INTERVAL_S)
         self._latch = threading.Lock()
         self._latch.acquire()
         self._lock = threading.Lock()
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Return a description of the message, without its rank."""
         return str(self).rpartition(": ")[2]
 
@@ -114,11 +114,11 @@ class P2PRequest:
         way = "from" if self.receives else "to"
         return f"{self._whose} of {self.tensor.nbytes} bytes {way} {other} (tag {self.tag})"
 
-    def fail_way(self, why: str) -> None:
+    def note_broken_connection(self, why: str) -> None:
         """Note that the way to the other rank has failed."""
         self.broken = self.broken or (self.deadline.elapsed(), why)
 
-    def takes(self, message: UnexpectedMessage) -> bool:
+    def matches(self, message: UnexpectedMessage) -> bool:
         """Return whether a receive waits for this message, whatever its length and kind."""
         return message.tag == self.tag and self.peer in (None, message.source)
 
@@ -161,19 +161,19 @@ class EagerCredits:
         self._parts: dict[int, tuple[int, int]] = {}  # by message: to which rank, and how many bytes
 
     def take(self, request_id: int, rank: int, length: int) -> int:
-        """Return how many bytes of a message to a rank may go ahead; they count until :meth:`settle`."""
+        """Return how many bytes of a message to a rank may go ahead; they count until :meth:`release`."""
         ahead = sum(part for receiver, part in self._parts.values() if receiver == rank)
         part = max(0, min(length, EAGER_BYTES, _AHEAD_BYTES - ahead))
         if part:
             self._parts[request_id] = rank, part
         return part
 
-    def settle(self, request_id: int) -> None:
+    def release(self, request_id: int) -> None:
         """Release the credits of a message that is complete."""
         self._parts.pop(request_id, None)
 
 
-class Patient:
+class SenderWaiter:
     """Wait in the mailbox for a message that may also come from another host (see Waiter)."""
 
     timeout_s = math.inf

@@ -66,6 +66,6 @@ def unpack(raw: bytes) -> Packet:
         ValueError: it is something else.
     """
     if len(raw) < _HEAD.size:
-        raise ValueError(f"{len(raw)} bytes are no packet")
+        raise ValueError(f"{len(raw)} bytes are not a packet")
     what, dtype, request, length = _HEAD.unpack_from(raw)
     return Packet(PacketType(what), request, dtype, length, raw[_HEAD.size :])

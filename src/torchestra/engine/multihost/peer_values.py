@@ -11,9 +11,7 @@ import logging
 from collections.abc import Container, Iterator
 
 from torchestra.store.rate_limited import RateLimitedWarnings
-
-UNREADABLE = (ValueError, TypeError, LookupError, RecursionError)
-"""What reading comes to of what no rank can have written."""
+from torchestra.store.unreadable import UNREADABLE
 
 warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
@@ -21,7 +19,7 @@ warnings = RateLimitedWarnings(logging.getLogger(__name__))
 def ranks_in(value: object, allowed: Container[int]) -> tuple[int, ...]:
     """Return the ranks in a list that came as JSON; raise ValueError for anything else."""
     if not isinstance(value, list) or not all(type(each) is int and each in allowed for each in value):
-        raise ValueError(f"not a list of ranks that may stand there: {value!r:.100}")
+        raise ValueError(f"not a list of valid ranks: {value!r:.100}")
     return tuple(value)
 
 
@@ -48,16 +46,17 @@ def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tu
         ):
             yield tuple(map(int, ranks))
         else:
-            warnings.warn("dropped a word that no rank can have written of %s: %.100r", what, word)
+            warnings.warn("ignored an invalid word in %s: %.100r", what, word)
 
 
-def read_proposal(text: bytes, size: int) -> tuple[int, ...] | None:
-    """Return the ranks that shall go on, in ascending order; None if no rank can have proposed that."""
+def read_proposal(text: bytes, size: int) -> tuple[tuple[int, ...], bytes] | None:
+    """Return the ranks that shall go on, ascending, and the key; None if no rank can have proposed that."""
     try:
-        ranks = ranks_in(json.loads(text), range(size))
+        value, key = json.loads(text)
+        ranks, secret = ranks_in(value, range(size)), bytes.fromhex(key)
         if not ranks or list(ranks) != sorted(set(ranks)):
             raise ValueError(f"not ranks in ascending order: {text!r:.100}")
     except UNREADABLE as error:
-        warnings.warn("dropped a proposal that no rank can have made: %r", error)
+        warnings.warn("ignored an invalid proposal of survivors: %r", error)
         return None
-    return ranks
+    return ranks, secret

@@ -28,9 +28,9 @@ from torchestra.engine.layout import RECEIVED, SENT
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.hierarchy import Hierarchy, bytes_of
 from torchestra.engine.multihost.message_recorder import MessageRecorder, RecordedMessage
-from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, Patient, UnexpectedMessage
+from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, SenderWaiter, UnexpectedMessage
 from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack, warnings
-from torchestra.engine.multihost.periodic_look import PeriodicLook
+from torchestra.engine.multihost.periodic_thread import PeriodicThread
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Mailbox, Transfer
@@ -38,7 +38,7 @@ from torchestra.errors import DistBackendError, DistError, GroupAbortedError, Gr
 from torchestra.transport.message import Message
 
 _SMALL_BYTES = 64 << 10
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0
 
 Done = Callable[[Transfer], None]
@@ -70,7 +70,7 @@ class PointToPoint:
         self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what may be sent
         self._left: set[int] = set()  # ranks that have said that they leave
         self._peers: set[int] = set()  # ranks that have been sent something, or have sent
-        self._periodic_look = PeriodicLook(f"torchestra-messages-{hierarchy.name}", self._look_after_all)
+        self._thread = PeriodicThread(f"torchestra-messages-{hierarchy.name}", self._check_all)
         self._is_leaving = False
         transport.listen(Channel.p2p, self._arrived, self._lose_connection)
         transport.before_close(self.leave)
@@ -133,17 +133,17 @@ class PointToPoint:
         """See :meth:`Mailbox.wait`."""
         return self._wait(transfer) if isinstance(transfer, P2PRequest) else self._mailbox.wait(transfer)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check now whether any message is to be given up."""
-        self._mailbox.look()
-        self._look_after_all()
+        self._mailbox.check()
+        self._check_all()
 
     def close(self) -> None:
         """End the thread; messages under way fail with GroupDestroyedError."""
         with self._lock:
-            if self._periodic_look.has_ended:
+            if self._thread.has_ended:
                 return
-            self._periodic_look.end()
+            self._thread.end()
         for request in self._under_way():
             self._fail(request, GroupDestroyedError(f"{request}, but the group was destroyed"))
         self.leave()
@@ -155,15 +155,15 @@ class PointToPoint:
         self._is_leaving = True
         for rank in tuple(self._peers - self._left):
             self._link.post_text(rank, Channel.p2p, 0, pack(Packet(PacketType.bye)))
-        self._link.flush(self._hierarchy.detector.bound, self._is_vain)
+        self._link.flush(self._hierarchy.detector.bound, self._is_unreachable)
 
-    def _is_vain(self, rank: int) -> bool:
+    def _is_unreachable(self, rank: int) -> bool:
         """Return whether a rank receives nothing more; one that has only been pinged may be gone already."""
         return (
             rank in self._left
             or (rank not in self._peers and self._link.is_refused(rank))
             or self._context.is_aborted
-            or self._hierarchy.detector.fate(rank) is not None
+            or self._hierarchy.detector.end_reason(rank) is not None
         )
 
     # -- beginning
@@ -211,7 +211,7 @@ class PointToPoint:
     def _post_receive(self, request: P2PRequest) -> None:
         self._refuse_if_over()
         with self._begin_entry(request, RECEIVED), self._lock:
-            message = next((each for each in self._unexpected if request.takes(each)), None)
+            message = next((each for each in self._unexpected if request.matches(each)), None)
             if message is not None:
                 self._match(request, message)  # first: an interrupt leaves the message there
                 self._unexpected.remove(message)
@@ -240,7 +240,7 @@ class PointToPoint:
             else:
                 request.finish(source=self._hierarchy.here[transfer.source])
 
-        dtype_code, waiter = DTYPE_CODE[tensor.dtype], Patient(self._context)
+        dtype_code, waiter = DTYPE_CODE[tensor.dtype], SenderWaiter(self._context)
         request.here = self._mailbox.irecv(
             tensor.data_ptr(), tensor.nbytes, dtype_code, None, request.tag, waiter, end, recorded=False
         )
@@ -271,8 +271,8 @@ class PointToPoint:
 
     def _wait(self, request: P2PRequest) -> int:
         try:
-            while not (self._receive_for(request) or request.wait(_LOOK_SECONDS)):
-                self._look_after(request)
+            while not (self._receive_for(request) or request.wait(_POLL_SECONDS)):
+                self._check_request(request)
         except BaseException as error:
             self._give_up(request, error)
             raise
@@ -292,8 +292,8 @@ class PointToPoint:
             def take(source: int, kind: int, tag: int, text: bytes) -> bool:
                 return kind == Channel.p2p and self._take_short(request, source, tag, text)
 
-            while self._link.receive_for(take, _LOOK_SECONDS) and not request.finished:
-                self._look_after(request)
+            while self._link.receive_for(take, _POLL_SECONDS) and not request.finished:
+                self._check_request(request)
         return request.finished
 
     def _take_short(self, request: P2PRequest, source: int, tag: int, text: bytes) -> bool:
@@ -311,7 +311,7 @@ class PointToPoint:
         if packet.type != PacketType.rts or packet.request or not message.is_possible(_SMALL_BYTES):
             return False
         with self._lock:
-            if request is not next((each for each in self._posted if each.takes(message)), None):
+            if request is not next((each for each in self._posted if each.matches(message)), None):
                 return False
             self._peers.add(source)
             self._posted.remove(request)
@@ -322,32 +322,32 @@ class PointToPoint:
         """Make a thread check a message that no thread may be waiting for."""
         if request.done is None:
             return
-        self._periodic_look.start()
+        self._thread.start()
         if request.timeout_s < _LONGEST_PAUSE:
-            self._periodic_look.stir()
+            self._thread.wake()
 
     def _under_way(self) -> list[P2PRequest]:
         with self._lock:
             return [*self._posted, *self._outgoing.values(), *self._coming.values()]
 
-    def _look_after_all(self) -> float:
+    def _check_all(self) -> float:
         """Give up what waits in vain; return after how many seconds to look again."""
         requests = self._under_way()
         for request in requests:
             if request.done is not None:
                 try:
-                    self._look_after(request)
+                    self._check_request(request)
                 except DistError as error:
                     self._withdraw(request, error)
         if any(request.gone_since is not None for request in requests):
-            return _LOOK_SECONDS
+            return _POLL_SECONDS
         return min(
-            [_LONGEST_PAUSE, *(max(_LOOK_SECONDS, request.deadline.remaining()) for request in requests)]
+            [_LONGEST_PAUSE, *(max(_POLL_SECONDS, request.deadline.remaining()) for request in requests)]
         )
 
-    def _look_after(self, request: P2PRequest) -> None:
+    def _check_request(self, request: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain."""
-        if self._periodic_look.has_ended:
+        if self._thread.has_ended:
             raise GroupDestroyedError(f"{request}, but the group was destroyed")
         self._wait_policy.check(request)
 
@@ -359,7 +359,7 @@ class PointToPoint:
                 if not (aborted or isinstance(error, DistError)):
                     who = self._hosts.describe(self._hierarchy.rank)
                     self._context.abort(
-                        f"{who} left a {request.what} halfway, with {type(error).__name__}: {error}"
+                        f"{who} left a {request.description} halfway, with {type(error).__name__}: {error}"
                     )
                 elif not aborted and request.receives:
                     self._write(request.partner, Packet(PacketType.lost, request.offered))
@@ -373,23 +373,23 @@ class PointToPoint:
     def _fail(self, request: P2PRequest, error: BaseException) -> None:
         with self._lock:
             if not request.receives:
-                self._settle(request.request_id)
+                self._release_send(request.request_id)
             elif request.partner is not None:
                 self._coming.pop((request.partner, request.offered), None)
             else:
                 self._posted = [each for each in self._posted if each is not request]
         request.finish(error)
 
-    def _settle(self, request_id: int) -> P2PRequest | None:
+    def _release_send(self, request_id: int) -> P2PRequest | None:
         """Forget a message that was offered, and return its request."""
-        self._credits.settle(request_id)
+        self._credits.release(request_id)
         return self._outgoing.pop(request_id, None)
 
     def _lose_connection(self, rank: int, why: str) -> None:
-        """Note that the connection to a rank has ended; :meth:`_look_after` finds out why."""
+        """Note that the connection to a rank has ended; :meth:`_check_request` finds out why."""
         for request in self._under_way():
             if request.partner == rank:
-                request.fail_way(why)
+                request.note_broken_connection(why)
 
     # -- packets
 
@@ -399,7 +399,7 @@ class PointToPoint:
         try:
             packet = unpack(bytes(message.text))
         except ValueError as error:
-            warnings.warn("%sdropped what rank %d sent: %s", self._whose, sender, error)
+            warnings.warn("%signored an invalid message of rank %d: %s", self._whose, sender, error)
             return
         with self._lock:
             self._peers.add(sender)
@@ -420,16 +420,16 @@ class PointToPoint:
                 self._left.add(sender)
             elif packet.type == PacketType.cts:
                 self._send_rest(sender, request_id)
-            elif (request := self._settle(request_id)) is not None:
+            elif (request := self._release_send(request_id)) is not None:
                 lost = packet.type == PacketType.lost
                 request.finish(self._wait_policy.failure(request, "its end of it broke") if lost else None)
 
     def _announced(self, message: UnexpectedMessage) -> None:
         if not message.is_possible(_SMALL_BYTES):
-            warnings.warn("%sdropped what rank %d cannot have sent", self._whose, message.source)
+            warnings.warn("%signored an invalid message of rank %d", self._whose, message.source)
             return
         for request in tuple(self._posted):
-            if request.takes(message) and (request.here is None or self._mailbox.retract(request.here)):
+            if request.matches(message) and (request.here is None or self._mailbox.retract(request.here)):
                 self._posted.remove(request)
                 self._match(request, message)
                 return

@@ -7,7 +7,8 @@ their way before it is known that all hosts have called the same.
 
 On a rail of two, each end sends its part to the other and both add them up: as many bytes as any other way,
 and one trip. On a longer one each end adds up a piece of the part, from all hosts, and the pieces are
-gathered then (Rabenseifner's algorithm). Every sum is over the hosts in their order, whichever rank computes
+gathered then (Rabenseifner's algorithm); all_reduce among many hosts does so in two steps (grid.py). Every
+sum is over the hosts in their order, or over those of a row and then over the rows, whichever rank computes
 it, so all ranks get the same bits.
 
 AVG: of floating-point numbers the host's average is averaged over the hosts, with weights where these have
@@ -20,21 +21,21 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from torchestra.engine.kernels.reductions import combine, divide, reduction, scale
 from torchestra.engine.multihost.bridge import Pending
-from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
-from torchestra.engine.multihost.hierarchy import EARLY, Call, Hierarchy, bytes_of, split_evenly
+from torchestra.engine.multihost.chunking import ChunkPlan, Joined, chunk_ends
+from torchestra.engine.multihost.hierarchy import EAGER_CHUNKS, Call, Hierarchy, bytes_of, split_evenly
 from torchestra.engine.operations import ALL_REDUCE, REDUCE_SCATTER
 from torchestra.types import ReduceOp
 
 _CHUNK_BYTES = 1 << 20
 """Of each rail."""
 
-_ON_THE_WAY = 4
+_IN_FLIGHT = 4
 """How many chunks there are between the hosts at once. Gloo sends a message when it has been told that it is
 expected, and is told so after whatever is sent to it before."""
 
@@ -50,6 +51,8 @@ class _Chunk:
         part: this rank's part of the host's sum, and then of the whole; empty beyond the last rail.
         pending: the transfer of the other hosts' parts.
         rows: these, by host.
+        pieces: in a grid, the part, then the piece of it that this host has reduced over its row, and then
+            that over its column.
     """
 
     start: int
@@ -57,6 +60,7 @@ class _Chunk:
     part: torch.Tensor
     pending: Pending | None = None
     rows: Sequence[torch.Tensor] = ()
+    pieces: list[torch.Tensor] = field(default_factory=list)
 
 
 def _pending(chunks: Iterable[_Chunk]) -> list[Pending]:
@@ -79,6 +83,8 @@ class Reducer:
         self._weight = len(hierarchy.here) * self._hosts / self._size if self._averages_floats else 1.0
         # How many chunks to gather at once; of two hosts each has the sum already.
         self._kept = 1 if self._hosts == 2 else 2
+        grid, host = hierarchy.grid, hierarchy.host
+        self._ways = [] if grid is None else [grid.row(host), grid.column(host)]
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], call: Call
@@ -97,9 +103,9 @@ class Reducer:
         ready: deque[_Chunk] = deque()
 
         def begin() -> list[Pending]:
-            for span in spans[: EARLY + 1]:
+            for span in spans[: EAGER_CHUNKS + 1]:
                 ready.append(self._reduce_here(source, *span, call))
-                if len(sent) < EARLY and self._send(ready[0], call, early=True):
+                if len(sent) < EAGER_CHUNKS and self._send(ready[0], call, eager=True):
                     sent.append(ready.popleft())
             return _pending(sent)
 
@@ -109,7 +115,7 @@ class Reducer:
             chunk = ready.popleft() if ready else self._reduce_here(source, *span, call)
             self._send(chunk, call)
             sent.append(chunk)
-            if len(sent) == _ON_THE_WAY:
+            if len(sent) == _IN_FLIGHT:
                 summed.append(self._sum(sent.popleft(), call))
             if len(summed) == self._kept:
                 self._receive(summed.popleft(), target, call)
@@ -127,12 +133,13 @@ class Reducer:
         ):
             hierarchy.refuse(call)
         if hierarchy.local_rank == 0:
-            self._weigh(total)
-        received, differs = hierarchy.open(hierarchy.post(call, differs=False, inline=bytes_of(total)), call)
+            self._scale_total(total)
+        headers = hierarchy.send_header(call, differs=False, inline=bytes_of(total))
+        received, differs = hierarchy.compare_headers(headers, call)
         if hierarchy.local_rank == 0 and not differs:
             self._combine(total, [row[: total.nbytes] for row in received])
             self._divide(total)
-        bytes_of(total).copy_(hierarchy.settle_with(call, differs, bytes_of(total)))
+        bytes_of(total).copy_(hierarchy.share_verdict_and_result(call, differs, bytes_of(total)))
         target.put(0, total)
 
     def _lengths(self, count: int) -> list[int]:
@@ -148,42 +155,51 @@ class Reducer:
         self.reduce_scatter_here(part, whole.split(lengths), call)
         return _Chunk(start, stop, part)
 
-    def _send(self, chunk: _Chunk, call: Call, *, early: bool = False) -> bool:
+    def _send(self, chunk: _Chunk, call: Call, *, eager: bool = False) -> bool:
         """Send this rank's part of a chunk: all of it to the only other host, or a piece to each host."""
+        if self._ways:
+            if not eager:
+                chunk.pieces = [chunk.part]
+                self._scatter(chunk, call)
+            return not eager
         host, count = self._hierarchy.host, chunk.part.numel()
         if self._hosts > 2:
             lengths = split_evenly(count, self._hosts)
-            return self._send_pieces(chunk, lengths, [lengths[host]] * self._hosts, call, early=early)
+            return self._send_pieces(chunk, lengths, [lengths[host]] * self._hosts, call, eager=eager)
         lengths = [0 if each == host else count for each in range(2)]
-        return self._send_pieces(chunk, lengths, lengths, call, early=early)
+        return self._send_pieces(chunk, lengths, lengths, call, eager=eager)
 
     def _send_pieces(
-        self, chunk: _Chunk, sent: Sequence[int], expected: Sequence[int], call: Call, *, early: bool
+        self, chunk: _Chunk, sent: Sequence[int], expected: Sequence[int], call: Call, *, eager: bool
     ) -> bool:
         """Send a piece of a part to each host.
 
         Args:
             sent, expected: by host, the lengths of the pieces that go there and come from there.
-            early: it is not yet known that all ranks have called the same. Then nothing is begun unless all
+            eager: it is not yet known that all ranks have called the same. Then nothing is begun unless all
                 hosts send each other something, and not too much; all ends decide alike.
 
         Returns:
             Whether it has been begun.
         """
         bridge, unit = self._hierarchy.bridge, self._dtype.itemsize
-        rooms = list(expected)
-        if early:
-            most = self._hierarchy.early_bytes // unit
+        buffer_lengths = list(expected)
+        if eager:
+            most = self._hierarchy.eager_bytes // unit
             others = [each != self._hierarchy.host for each in range(self._hosts)]
             lengths = itertools.compress((*sent, *expected), others * 2)
             if not all(0 < length <= most for length in lengths):
                 return False
-            rooms = [most if other else room for other, room in zip(others, rooms, strict=True)]
+            buffer_lengths = [
+                most if other else length for other, length in zip(others, buffer_lengths, strict=True)
+            ]
         if bridge is None or not any((*sent, *expected)):
             return False
-        arrived = chunk.part.new_empty(sum(rooms))
-        chunk.rows = [row[:length] for row, length in zip(arrived.split(rooms), expected, strict=True)]
-        in_bytes = ([unit * length for length in lengths] for lengths in (rooms, sent))
+        arrived = chunk.part.new_empty(sum(buffer_lengths))
+        chunk.rows = [
+            row[:length] for row, length in zip(arrived.split(buffer_lengths), expected, strict=True)
+        ]
+        in_bytes = ([unit * length for length in lengths] for lengths in (buffer_lengths, sent))
         room_bytes, sent_bytes = in_bytes
         chunk.pending = bridge.exchange(
             bytes_of(arrived), room_bytes, bytes_of(chunk.part), sent_bytes, call.timeout_s
@@ -194,6 +210,12 @@ class Reducer:
         """Reduce the data of the other hosts; of more than two, send them the sum of the own piece."""
         hierarchy, part = self._hierarchy, chunk.part
         if chunk.pending is None or hierarchy.bridge is None:
+            return chunk
+        if self._ways:
+            self._add_up(chunk, call)
+            self._scatter(chunk, call)
+            self._add_up(chunk, call)
+            self._gather(chunk, call)
             return chunk
         hierarchy.wait(chunk.pending, call)
         chunk.pending = None
@@ -214,16 +236,56 @@ class Reducer:
     def _receive(self, chunk: _Chunk, target: Joined, call: Call) -> None:
         """Gather the sum's pieces from the hosts, and its parts within this one."""
         hierarchy, part = self._hierarchy, chunk.part
-        if chunk.pending is not None:
+        if chunk.pending is not None and self._ways:
+            self._put_together(chunk, call)
+            self._gather(chunk, call)
+            self._put_together(chunk, call)
+        elif chunk.pending is not None:
             hierarchy.wait(chunk.pending, call)
             lengths = split_evenly(part.numel(), self._hosts)
             for row, target_piece in zip(chunk.rows, part.split(lengths), strict=True):
                 target_piece.copy_(row[: target_piece.numel()])
         if part.numel():
             self._divide(part)
-        whole = target.room(chunk.start, chunk.stop)
+        whole = target.buffer(chunk.start, chunk.stop)
         hierarchy.share(whole.split(self._lengths(whole.numel())), part, call)
         target.put(chunk.start, whole)
+
+    # -- in a grid (grid.py): over the row, then over the column, and back
+
+    def _scatter(self, chunk: _Chunk, call: Call) -> None:
+        """Begin to send each host of the next way its part of the last piece."""
+        bridge, way, piece = self._hierarchy.bridge, self._ways[len(chunk.pieces) - 1], chunk.pieces[-1]
+        if bridge is None:
+            return
+        lengths = split_evenly(piece.numel(), len(way))
+        own = lengths[way.index(self._hierarchy.host)]
+        chunk.rows = list(piece.new_empty((len(way), own)))
+        parts = [bytes_of(part) for part in piece.split(lengths)]
+        chunk.pending = bridge.exchange_among(way, [*map(bytes_of, chunk.rows)], parts, call.timeout_s)
+
+    def _add_up(self, chunk: _Chunk, call: Call) -> None:
+        """Reduce what the hosts of a way have sent."""
+        assert chunk.pending is not None
+        self._hierarchy.wait(chunk.pending, call)
+        own = torch.empty_like(chunk.rows[0])
+        if own.numel():
+            self._combine(own, [bytes_of(row) for row in chunk.rows])
+        chunk.pieces.append(own)
+
+    def _gather(self, chunk: _Chunk, call: Call) -> None:
+        """Begin to tell the hosts of the last way what this one has reduced."""
+        bridge, way = self._hierarchy.bridge, self._ways[len(chunk.pieces) - 2]
+        assert bridge is not None
+        own, whole = chunk.pieces.pop(), chunk.pieces[-1]
+        chunk.rows = whole.split(split_evenly(whole.numel(), len(way)))
+        buffers = [bytes_of(row) for row in chunk.rows]
+        chunk.pending = bridge.exchange_among(way, buffers, [bytes_of(own)] * len(way), call.timeout_s)
+
+    def _put_together(self, chunk: _Chunk, call: Call) -> None:
+        """Wait until the pieces of the hosts of a way have arrived."""
+        assert chunk.pending is not None
+        self._hierarchy.wait(chunk.pending, call)
 
     def reduce_scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
         """Reduce for each rank the tensors that all ranks have for it; sizes may differ between them.
@@ -233,16 +295,16 @@ class Reducer:
         hierarchy = self._hierarchy
         members, host = hierarchy.hosts.members, hierarchy.host
         blocks = [Joined([tensors[rank] for rank in ranks]) for ranks in members]
-        cuts = Cuts(
+        cuts = ChunkPlan(
             [block.numel for block in blocks], hierarchy.hosts.rails, _CHUNK_BYTES // self._dtype.itemsize
         )
         sent: deque[_Chunk] = deque()
         ready: deque[_Chunk] = deque()
 
         def begin() -> list[Pending]:
-            for chunk_index in range(cuts.chunks)[: EARLY + 1]:
+            for chunk_index in range(cuts.chunks)[: EAGER_CHUNKS + 1]:
                 ready.append(self._reduce_blocks(blocks, cuts, chunk_index, call))
-                if len(sent) < EARLY and self._send_blocks(ready[0], cuts, call, early=True):
+                if len(sent) < EAGER_CHUNKS and self._send_blocks(ready[0], cuts, call, eager=True):
                     sent.append(ready.popleft())
             return _pending(sent)
 
@@ -252,36 +314,38 @@ class Reducer:
             chunk = ready.popleft() if ready else self._reduce_blocks(blocks, cuts, chunk_index, call)
             self._send_blocks(chunk, cuts, call)
             sent.append(chunk)
-            if len(sent) == _ON_THE_WAY:
+            if len(sent) == _IN_FLIGHT:
                 self._receive_block(sent.popleft(), cuts, own, call)
         while sent:
             self._receive_block(sent.popleft(), cuts, own, call)
         before = sum(tensors[rank].numel() for rank in hierarchy.here[: hierarchy.local_rank])
         output.view(-1).copy_(own[before : before + output.numel()])
 
-    def _reduce_blocks(self, blocks: Sequence[Joined], cuts: Cuts, chunk_index: int, call: Call) -> _Chunk:
+    def _reduce_blocks(
+        self, blocks: Sequence[Joined], cuts: ChunkPlan, chunk_index: int, call: Call
+    ) -> _Chunk:
         """Reduce a chunk of all blocks within the host; return this rank's part of it, block by block."""
         hosts, local_ranks = range(self._hosts), range(len(self._hierarchy.here))
-        by_place = [
+        by_local_rank = [
             [
                 block.get(*cuts.span(host, local_rank, chunk_index))
                 for host, block in zip(hosts, blocks, strict=True)
             ]
             for local_rank in local_ranks[: self._hierarchy.hosts.rails]
         ]
-        sources = [torch.cat(parts) for parts in by_place]
+        sources = [torch.cat(parts) for parts in by_local_rank]
         sources += [blocks[0].get(0, 0)] * (len(local_ranks) - len(sources))
         part = torch.empty_like(sources[self._hierarchy.local_rank])
         self.reduce_scatter_here(part, sources, call)
         return _Chunk(chunk_index, chunk_index, part)
 
-    def _send_blocks(self, chunk: _Chunk, cuts: Cuts, call: Call, *, early: bool = False) -> bool:
+    def _send_blocks(self, chunk: _Chunk, cuts: ChunkPlan, call: Call, *, eager: bool = False) -> bool:
         """Send the pieces of a part to the hosts that they are for."""
         hierarchy = self._hierarchy
         sent = [cuts.length(host, hierarchy.local_rank, chunk.start) for host in range(self._hosts)]
-        return self._send_pieces(chunk, sent, [sent[hierarchy.host]] * self._hosts, call, early=early)
+        return self._send_pieces(chunk, sent, [sent[hierarchy.host]] * self._hosts, call, eager=eager)
 
-    def _receive_block(self, chunk: _Chunk, cuts: Cuts, own: torch.Tensor, call: Call) -> None:
+    def _receive_block(self, chunk: _Chunk, cuts: ChunkPlan, own: torch.Tensor, call: Call) -> None:
         """Reduce the data that has come for this host, and share it with its ranks."""
         hierarchy, chunk_index = self._hierarchy, chunk.start
         total = own[:0]
@@ -296,12 +360,12 @@ class Reducer:
         hierarchy.share([*pieces, *[own[:0]] * (len(hierarchy.here) - rails)], total, call)
 
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
-        """Reduce for each place, within the host, the tensors that all of its ranks have for it."""
+        """Reduce for each local rank, within the host, the tensors that all of its ranks have for it."""
         plan = self._hierarchy.plan(REDUCE_SCATTER, call, self._dtype.itemsize, self._function)
         self._hierarchy.local.collective(plan, tensors, [output], call.timeout_s, call.site)
-        self._weigh(output)
+        self._scale_total(output)
 
-    def _weigh(self, tensor: torch.Tensor) -> None:
+    def _scale_total(self, tensor: torch.Tensor) -> None:
         if self._weight != 1.0:
             scale(self._dtype, tensor.data_ptr(), self._weight, tensor.numel())
 

@@ -9,16 +9,27 @@ known.
 from __future__ import annotations
 
 import json
+import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
+from torchestra.engine.hosts import Hosts
+from torchestra.engine.recorder.flight_entries import (
+    ExecutedCalls,
+    FlightEntry,
+    HostRecord,
+    RankRecord,
+    Span,
+    Tally,
+)
 from torchestra.engine.recorder.flight_record import FlightRecord
+from torchestra.store.unreadable import unpacked
 
+_MAX_BYTES = 1 << 28  # of a host's records: 256 MB
 _ENTRY = tuple(FlightEntry.__dataclass_fields__)
 
 
@@ -43,6 +54,9 @@ def answer(record: FlightRecord, heard_at: float) -> bytes:
             **vars(rank),
             "operations": [list(vars(entry).values()) for entry in rank.operations],
             "messages": [list(vars(entry).values()) for entry in rank.messages],
+            "tallies": [list(vars(tally).values()) for tally in rank.tallies],
+            "spans": [list(vars(span).values()) for span in rank.spans],
+            "calls": [list(vars(calls).values()) for calls in rank.calls],
         }
         for rank in record.ranks
     ]
@@ -51,31 +65,66 @@ def answer(record: FlightRecord, heard_at: float) -> bytes:
 
 
 def understand(text: bytes, asked_at: float, received_at: float) -> Answer:
-    """Read the output of :func:`answer`; asked and received at these times of this host's clock."""
+    """Read the output of :func:`answer`; asked and received at these times of this host's clock.
+
+    Raises:
+        One of UNREADABLE: it is something else.
+    """
     times, _, packed = text.partition(b"\n")
     heard_at, answered = map(float, times.split())
-    words: dict[str, Any] = json.loads(zlib.decompress(packed))
+    if not (math.isfinite(heard_at) and math.isfinite(answered)):
+        raise ValueError("invalid times")
+    words: dict[str, Any] = json.loads(unpacked(packed, _MAX_BYTES))
     ranks = tuple(
-        RankRecord(
-            **{
-                **rank,
-                "operations": _entries(rank["operations"]),
-                "messages": _entries(rank["messages"]),
-                "waited_for": tuple(rank["waited_for"]),
-            }
+        _checked(
+            RankRecord(
+                **{
+                    **rank,
+                    "operations": _entries(rank["operations"]),
+                    "messages": _entries(rank["messages"]),
+                    "waited_for": tuple(rank["waited_for"]),
+                    "tallies": tuple(_checked(Tally(*tally)) for tally in rank["tallies"]),
+                    "spans": tuple(_checked(Span(*span)) for span in rank["spans"]),
+                    "calls": tuple(_checked(ExecutedCalls(*calls)) for calls in rank["calls"]),
+                }
+            )
         )
         for rank in words["ranks"]
     )
     earliest, latest = asked_at - heard_at, received_at - answered
     offset, error = (earliest + latest) / 2, abs(latest - earliest) / 2
-    return Answer(FlightRecord(**{**words, "ranks": ranks, "hosts": ()}), offset, error)
+    return Answer(_checked(FlightRecord(**{**words, "ranks": ranks, "hosts": ()})), offset, error)
 
 
 def _entries(rows: Sequence[Sequence[Any]]) -> tuple[FlightEntry, ...]:
-    return tuple(FlightEntry(**dict(zip(_ENTRY, row, strict=True))) for row in rows)
+    return tuple(_checked(FlightEntry(**dict(zip(_ENTRY, row, strict=True)))) for row in rows)
 
 
-def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], hosts: Hosts) -> FlightRecord:
+_Record = TypeVar("_Record", ExecutedCalls, FlightEntry, Span, Tally, RankRecord, FlightRecord)
+
+
+def _checked(record: _Record) -> _Record:
+    """Return a record if its values are of the types that they should have. TypeError: they are not."""
+    for name, types in _TYPES[type(record)].items():
+        if not isinstance(getattr(record, name), types):
+            raise TypeError(f"{name} is {getattr(record, name)!r:.100}")
+    return record
+
+
+def _types_of(cls: type) -> dict[str, tuple[type, ...]]:
+    """Return the types that each attribute may have; a whole number is a number of seconds, too."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        types = [str if get_origin(each) is Literal else get_origin(each) or each for each in options]
+        found[name] = (*types, int) if float in types else tuple(types)
+    return found
+
+
+_TYPES = {cls: _types_of(cls) for cls in (ExecutedCalls, FlightEntry, Span, Tally, RankRecord, FlightRecord)}
+
+
+def merge_records(own: FlightRecord, host: int, answers: Mapping[int, Answer], hosts: Hosts) -> FlightRecord:
     """Return the record of all ranks, by the clock of one host.
 
     Args:
@@ -87,12 +136,20 @@ def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], ho
     records = []
     for other, members in enumerate(hosts.members):
         if (answer := answers.get(other)) is not None:
-            ranks.update({rank.rank: _shifted(rank, answer.offset) for rank in answer.record.ranks})
+            told = (rank for rank in answer.record.ranks if rank.rank in members)
+            ranks.update({rank.rank: _shifted(rank, answer.offset) for rank in told})
             records.append(HostRecord(hosts.names[other], members, True, answer.offset, answer.error))
         else:
             records.append(HostRecord(hosts.names[other], members, other == host))
     all_ranks = (ranks.get(rank) or _unknown(rank, hosts.size) for rank in range(hosts.size))
     return replace(own, size=hosts.size, ranks=tuple(all_ranks), hosts=tuple(records))
+
+
+def on_this_clock(answer: Answer, host: str, members: Sequence[int]) -> FlightRecord:
+    """Return the record of another host alone, by the clock of the host that asked."""
+    ranks = tuple(_shifted(rank, answer.offset) for rank in answer.record.ranks if rank.rank in members)
+    where = HostRecord(host, tuple(members), True, answer.offset, answer.error)
+    return replace(answer.record, ranks=ranks, hosts=(where,), taken=answer.record.taken + answer.offset)
 
 
 def _shifted(rank: RankRecord, offset_s: float) -> RankRecord:
@@ -102,6 +159,9 @@ def _shifted(rank: RankRecord, offset_s: float) -> RankRecord:
         operations=tuple(_later(entry, offset_s) for entry in rank.operations),
         messages=tuple(_later(entry, offset_s) for entry in rank.messages),
         waiting_since=None if since is None else since + offset_s,
+        spans=tuple(
+            replace(span, started=span.started + offset_s, ended=span.ended + offset_s) for span in rank.spans
+        ),
     )
 
 

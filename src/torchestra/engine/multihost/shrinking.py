@@ -10,18 +10,22 @@ too late is told that it was left out (RankExcludedError).
 
 from __future__ import annotations
 
-import contextvars
-import threading
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import Generic
 
+from torchestra.engine.hosts import Hosts
+from torchestra.engine.membership.admission import is_offer
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, PollInterval
+from torchestra.engine.membership.entering import E, EntryThread
+from torchestra.engine.membership.growing import GrownGroup, Growth
 from torchestra.engine.membership.shrinking import run_alone
 from torchestra.engine.multihost.hierarchy import Hierarchy
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.store_registers import StoreRegisters
-from torchestra.errors import DistNetworkError, DistStoreError
+from torchestra.errors import DistError, DistNetworkError, DistStoreError
 from torchestra.store import PrefixStore, Store
 from torchestra.system.deadline import Deadline
 
@@ -29,21 +33,24 @@ _FIRST_INTERVAL, _LONGEST_INTERVAL, _INTERVAL_PER_RANK = 0.005, 0.1, 0.001
 _EXPLANATION_BOUNDS = 1.5
 """In how many heartbeat bounds it is known whether entering has failed because another rank has died."""
 
-
-class Entered(Protocol):
-    """A rank's part in a group that it has entered."""
-
-    def close(self) -> None:
-        """Leave it."""
+_SETTLING_BOUNDS = 2
+"""For how many heartbeat bounds a rank that an epoch does not name leaves it to those that it names."""
 
 
-E = TypeVar("E", bound=Entered)
+def poll_interval(ranks: int) -> PollInterval:
+    """Return how often each of so many ranks looks at the registers in the store."""
+    return PollInterval(_FIRST_INTERVAL, max(_LONGEST_INTERVAL, _INTERVAL_PER_RANK * ranks))
+
+
 Enter = Callable[[Store, int, Hosts, float], E]
 """Enters a group: over this store, as this rank, with the ranks on these hosts, within a time-out."""
 
+Cancel = Callable[[Store, Hosts], None]
+"""Has the ranks on these hosts that enter a group over this store give up."""
+
 
 @dataclass(frozen=True)
-class ShrunkHosts(Generic[E]):
+class ShrunkHostGroup(Generic[E]):
     """A survivor's part in the new group.
 
     Attributes:
@@ -58,8 +65,13 @@ class ShrunkHosts(Generic[E]):
 
 
 def shrink_hosts(
-    hierarchy: Hierarchy, exclude: Sequence[int], timeout_s: float, enter: Enter[E]
-) -> ShrunkHosts[E]:
+    hierarchy: Hierarchy,
+    exclude: Sequence[int],
+    timeout_s: float,
+    enter: Enter[E],
+    cancel: Cancel,
+    growth: Growth[E] | None = None,
+) -> ShrunkHostGroup[E] | GrownGroup[E]:
     """Agree with the other survivors which ranks go on, and enter a new group with them.
 
     Must be called by every rank that shall go on. If it fails, another attempt may be made.
@@ -67,7 +79,8 @@ def shrink_hosts(
     Args:
         hierarchy: this rank's, in the old group.
         exclude: ranks to go on without, whether they live or not.
-        enter: how to enter the new group.
+        enter, cancel: how to enter the new group, and how to give it up.
+        growth: lets others in; default: nobody is let in.
 
     Raises:
         RankExcludedError: the others go on without this rank.
@@ -76,28 +89,8 @@ def shrink_hosts(
         DistBackendError: another process has written a decision into the store.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
-    rank, hosts, detector = hierarchy.rank, hierarchy.hosts, hierarchy.detector
-    deadline = Deadline(timeout_s)
-
-    def report(late: Sequence[int]) -> str:
-        local = hierarchy.context.report(range(hierarchy.context.size))
-        return f"{detector.ask_where_they_are()}{local}"
-
-    def attempt() -> ShrunkHosts[E]:
-        group_store = PrefixStore("shrinking", detector.store)
-        store = group_store.clone()
-        store.set_timeout(detector.bound)
-        registers = StoreRegisters(store, rank, hosts.size, hierarchy.name)
-        entrance = _StoreEntrance(hierarchy, registers, group_store, deadline, enter)
-        longest = max(_LONGEST_INTERVAL, _INTERVAL_PER_RANK * hosts.size)
-        interval = PollInterval(_FIRST_INTERVAL, longest)
-        agreement = MembershipAgreement(
-            registers, entrance, hierarchy.name, deadline, interval, hosts.describe, report
-        )
-        ballot = agreement.run(exclude)
-        keys = PrefixStore(f"keys/{ballot.epoch}", store)
-        return ShrunkHosts(entrance.conclude(), keys, ballot.survivors)
-
+    rank, hosts = hierarchy.rank, hierarchy.hosts
+    attempt = partial(_attempt, hierarchy, exclude, Deadline(timeout_s), enter, cancel, growth)
     try:
         return run_alone(hierarchy.context, rank, attempt)
     except (DistNetworkError, DistStoreError) as error:
@@ -108,7 +101,46 @@ def shrink_hosts(
         ) from error
 
 
-class _StoreEntrance(Generic[E]):
+def _attempt(
+    hierarchy: Hierarchy,
+    exclude: Sequence[int],
+    deadline: Deadline,
+    enter: Enter[E],
+    cancel: Cancel,
+    growth: Growth[E] | None,
+) -> ShrunkHostGroup[E] | GrownGroup[E]:
+    hosts, detector = hierarchy.hosts, hierarchy.detector
+    group_store = PrefixStore("shrinking", detector.store)
+    store = group_store.clone()
+    store.set_timeout(detector.bound)
+    registers = StoreRegisters(store, hierarchy.rank, hosts.size, hierarchy.name)
+    epoch_entry = _StoreEpochEntry(hierarchy, registers, group_store, deadline, enter, cancel)
+    growing = None if growth is None else growth.around(epoch_entry, registers, deadline)
+
+    def report(late: Sequence[int]) -> str:
+        local = hierarchy.context.host_report(range(hierarchy.context.size))
+        return "".join(each.lines for each in (*detector.ask_where_they_are(), local))
+
+    agreement = MembershipAgreement(
+        registers,
+        growing or epoch_entry,
+        hierarchy.name,
+        deadline,
+        poll_interval(hosts.size),
+        hosts.describe,
+        report,
+        grows=growing is not None,
+        grace_s=_SETTLING_BOUNDS * detector.bound,
+    )
+    ballot = agreement.run(exclude)
+    if growing is not None and is_offer(ballot.key):
+        return growing.conclude(ballot)
+    return ShrunkHostGroup(
+        epoch_entry.conclude(), PrefixStore(f"keys/{ballot.epoch}", store), ballot.survivors
+    )
+
+
+class _StoreEpochEntry(Generic[E]):
     """Enter the new group over a store, in a thread of its own."""
 
     def __init__(
@@ -118,12 +150,13 @@ class _StoreEntrance(Generic[E]):
         store: Store,
         deadline: Deadline,
         enter: Enter[E],
+        cancel: Cancel,
     ) -> None:
         self._hierarchy, self._registers, self._store = hierarchy, registers, store
-        self._deadline, self._enter = deadline, enter
+        self._deadline, self._enter, self._cancel = deadline, enter, cancel
         detector = hierarchy.detector
         self._gone = detector.gone
-        self._entry: _Entry[E] | None = None
+        self._entry: EntryThread[E] | None = None
 
     def gone(self) -> set[int]:
         context = self._hierarchy.context
@@ -134,75 +167,39 @@ class _StoreEntrance(Generic[E]):
         return b""
 
     def advance(self, ballot: Ballot) -> bool | None:
+        if is_offer(ballot.key):
+            return None  # this rank admits no new ranks
         if self._entry is None:
             timeout_s = max(self._hierarchy.detector.bound, self._deadline.remaining())
             store = PrefixStore(f"next/{ballot.epoch}", self._store)
             hosts = self._hierarchy.hosts.among(ballot.survivors)
             rank = ballot.survivors.index(self._hierarchy.rank)
-            self._entry = _Entry(lambda: self._enter(store, rank, hosts, timeout_s))
-        entry = self._entry
-        if not entry.has_ended():
-            return False
-        if entry.error is not None:
-            # For the death of another, which will be known and voids the epoch, or for a reason of its own.
-            if entry.explanation is None:
-                entry.explanation = Deadline(_EXPLANATION_BOUNDS * self._hierarchy.detector.bound)
-            if entry.explanation.expired():
-                raise entry.error
-        return entry.entered is not None
+            # An error may be for the death of another, which will be known and voids the epoch.
+            error_delay_s = _EXPLANATION_BOUNDS * self._hierarchy.detector.bound
+            self._entry = EntryThread(
+                lambda: self._enter(store, rank, hosts, timeout_s),
+                error_delay_s,
+                lambda: self._cancel(store, hosts),
+            )
+        return self._entry.has_entered()
+
+    def wait(self, seconds: float) -> None:
+        if self._entry is None:
+            time.sleep(seconds)
+        else:
+            self._entry.wait(seconds)
 
     def awaited(self, ballot: Ballot) -> set[int]:
         return set(ballot.survivors) - {self._hierarchy.rank}
 
     def leave(self) -> None:
-        if self._entry is not None:
-            self._entry.abandon()
-            self._entry = None
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            with contextlib.suppress(DistError, OSError):  # the store may be gone
+                entry.abandon()
 
     def conclude(self) -> E:
         """Return what this rank has entered."""
         if self._entry is None or self._entry.entered is None:
-            raise self._registers.forgery()
+            raise self._registers.forged_error()
         return self._entry.entered
-
-
-class _Entry(Generic[E]):
-    """A rank on its way into a new group, in a thread of its own."""
-
-    def __init__(self, enter: Callable[[], E]) -> None:
-        self.entered: E | None = None
-        self.error: BaseException | None = None
-        self.explanation: Deadline | None = None
-        self._abandoned = False
-        self._lock = threading.Lock()
-        self._enter = enter
-        # In the context of the rank, so that the group's objects know which rank they are of.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=run, args=(self._run,), name="torchestra-entering", daemon=True
-        )
-        self._thread.start()
-
-    def has_ended(self) -> bool:
-        """Return whether it has entered the group, or failed."""
-        return not self._thread.is_alive()
-
-    def abandon(self) -> None:
-        """Leave the group, now or when it has been entered."""
-        with self._lock:
-            self._abandoned = True
-            entered = self.entered
-        if entered is not None:
-            entered.close()
-
-    def _run(self) -> None:
-        try:
-            entered = self._enter()
-        except BaseException as error:
-            self.error = error
-            return
-        with self._lock:
-            self.entered = entered
-            abandoned = self._abandoned
-        if abandoned:
-            entered.close()

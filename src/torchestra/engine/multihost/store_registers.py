@@ -3,13 +3,13 @@
 Where the store's server is gone there is no agreement, hence no shrinking: two halves of a network that
 cannot reach each other must not both go on. The keys::
 
-    came        the ranks that have come, and with a minus those that have stopped coming; this and the next
-                two only grow
+    came        "R": rank R has come to shrink, "+R": to let others in, "-R": it has withdrawn; this and
+                the next two only grow
     gone        the ranks that have died or left, as a rank of their host says
     excluded    "R:Q": rank Q goes on without rank R
-    round/N     the proposal of epoch N: the ranks that shall go on
+    round/N     the proposal of epoch N: the ranks that shall go on, and the key
     entered/N   those of them that have entered the new group; only grows
-    verdict/N   "committed" or "void"
+    verdict/N   "committed", or "void" and the survivors that were found gone
 
 Why the ballot's invariants hold (agreement.py). ``round/N`` and ``verdict/N`` are written once, by
 compare_set, by the rank that comes first; and an epoch begins only after the one before it is void.
@@ -43,10 +43,11 @@ class StoreRegisters(Registers):
         self._what = f"who goes on from group {group!r}"
         self._epoch = 0
         self._reported: set[int] = set()
-        self._coming: set[int] = set()
+        self._coming: dict[int, bytes] = {}
         self._gone: set[int] = set()
         self._excluded: dict[int, int] = {}
         self._entered: set[int] = set()
+        self._accused: set[int] = set()
 
     def ballot(self) -> Ballot:
         if self._epoch == 0:
@@ -54,12 +55,17 @@ class StoreRegisters(Registers):
         while True:
             came, gone, excluded, entered, proposal, verdict = self._store.multi_get(self._keys())
             if verdict in (b"", _COMMITTED):
-                survivors = read_proposal(proposal, self.size) if proposal else ()
-                if survivors is not None:
+                read = read_proposal(proposal, self.size) if proposal else ((), b"")
+                if read is not None:
                     break
+                if verdict:  # no rank commits what it cannot read
+                    raise self.forged_error()
                 self._set_once(f"verdict/{self._epoch}", _VOID)
             else:  # void, or what no rank has written: all read the same
+                words = ranks_in_words(verdict.removeprefix(_VOID), 1, self.size, self._what)
+                self._accused = {rank for (rank,) in words}
                 self._begin_epoch()
+        survivors, key = read
         self._coming = self._ranks_that_came(came)
         self._gone = {rank for (rank,) in ranks_in_words(gone, 1, self.size, self._what)}
         pairs = ranks_in_words(excluded, 2, self.size, self._what)
@@ -67,24 +73,24 @@ class StoreRegisters(Registers):
         self._entered = {rank for (rank,) in ranks_in_words(entered, 1, self.size, self._what)}
         state = State.COMMITTED if verdict else State.PROPOSED if survivors else State.OPEN
         if verdict and not survivors:
-            raise self.forgery()
-        return Ballot(0, self._epoch, state, survivors[0] if survivors else 0, survivors)
+            raise self.forged_error()
+        return Ballot(0, self._epoch, state, survivors[0] if survivors else 0, survivors, key)
 
-    def forgery(self) -> DistBackendError:
+    def forged_error(self) -> DistBackendError:
         """Return the error that says that a commit in the store cannot be the ranks' own."""
         return DistBackendError(
-            f"rank {self.rank}: the store says that group {self._group!r} has been shrunk, before those have"
-            " entered the new group who are to be in it: somebody else has written that into the store;"
+            f"rank {self.rank}: the store says that group {self._group!r} has been shrunk, but its survivors"
+            " have not entered the new group: another process has written that into the store;"
             f" {SECRET_ADVICE}"
         )
 
-    def come(self) -> None:
-        self._append("came", [str(self.rank)])
+    def announce(self, grows: bool = False) -> None:
+        self._append("came", [f"{'+' if grows else ''}{self.rank}"])
 
-    def stop_coming(self) -> None:
+    def withdraw(self) -> None:
         self._append("came", [f"-{self.rank}"])
 
-    def get_ready(self, ballot: Ballot) -> None:
+    def acknowledge(self, ballot: Ballot) -> None:
         self._append(f"entered/{ballot.epoch}", [str(self.rank)])
 
     def exclude(self, ranks: Iterable[int]) -> None:
@@ -99,23 +105,30 @@ class StoreRegisters(Registers):
         """Return the ranks that have died or left, as ranks of their hosts have said."""
         return self._gone | self._reported
 
-    def coming(self) -> set[int]:
+    def candidates(self) -> set[int]:
         return set(self._coming)
+
+    def growing(self) -> set[int]:
+        return {rank for rank, how in self._coming.items() if how == b"+"}
 
     def excluded(self) -> dict[int, int]:
         return self._excluded
 
-    def unready(self, ballot: Ballot) -> set[int]:
+    def unacknowledged(self, ballot: Ballot) -> set[int]:
         return set(ballot.survivors) - self._entered
 
     def propose(self, ballot: Ballot, survivors: Sequence[int], key: bytes) -> bool:
-        return self._set_once(f"round/{ballot.epoch}", json.dumps(survivors).encode())
+        return self._set_once(f"round/{ballot.epoch}", json.dumps([survivors, key.hex()]).encode())
 
     def commit(self, ballot: Ballot) -> bool:
         return self._set_once(f"verdict/{ballot.epoch}", _COMMITTED)
 
-    def void(self, ballot: Ballot) -> bool:
-        return self._set_once(f"verdict/{ballot.epoch}", _VOID)
+    def void(self, ballot: Ballot, gone: Iterable[int] = ()) -> bool:
+        words = (_VOID, *(str(rank).encode() for rank in sorted(gone)))
+        return self._set_once(f"verdict/{ballot.epoch}", b" ".join(words))
+
+    def accused(self) -> set[int]:
+        return self._accused
 
     def _begin_epoch(self) -> None:
         """Go on to the next epoch, and make sure that there are the keys that are read together."""
@@ -127,12 +140,14 @@ class StoreRegisters(Registers):
         epoch = self._epoch
         return "came", "gone", "excluded", f"entered/{epoch}", f"round/{epoch}", f"verdict/{epoch}"
 
-    def _ranks_that_came(self, text: bytes) -> set[int]:
-        came: set[int] = set()
+    def _ranks_that_came(self, text: bytes) -> dict[int, bytes]:
+        """Return how the ranks come that want to go on: ``b"+"`` where others may be let in."""
+        came: dict[int, bytes] = {}
         for word in text.split():
-            for (rank,) in ranks_in_words(word.removeprefix(b"-"), 1, self.size, self._what):
-                (came.discard if word.startswith(b"-") else came.add)(rank)
-        return came
+            sign = word[:1] if word[:1] in (b"+", b"-") else b""
+            for (rank,) in ranks_in_words(word[len(sign) :], 1, self.size, self._what):
+                came[rank] = sign
+        return {rank: sign for rank, sign in came.items() if sign != b"-"}
 
     def _append(self, key: str, words: Iterable[str]) -> None:
         if text := "".join(f"{word} " for word in words):

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 import torch
 
-from torchestra.engine.multihost.bridge import Bridge, BridgeError, Places
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors
 from torchestra.store import Store
 
 
@@ -28,21 +28,21 @@ _making = threading.Lock()
 
 
 class _Awaited:
-    """See Pending. ``places`` are by end: which of its messages, and where it is to be."""
+    """See Pending. ``expected`` are by end: which of its messages, and where it is to be."""
 
-    def __init__(self, rail: _Rail, host: int, places: list[tuple[int, int, torch.Tensor]]) -> None:
-        self._rail, self._host, self._places = rail, host, places
+    def __init__(self, rail: _Rail, host: int, expected: list[tuple[int, int, torch.Tensor]]) -> None:
+        self._rail, self._host, self._expected = rail, host, expected
 
     def wait(self, timeout_s: float) -> bool:
         rail, deadline = self._rail, time.monotonic() + timeout_s
         with rail.changed:
-            while self._places:
-                end, index, room = self._places[0]
+            while self._expected:
+                end, index, buffer = self._expected[0]
                 sent = rail.sent[end, self._host]
                 if index < len(sent):
-                    room[: sent[index].numel()].copy_(sent[index])
+                    buffer[: sent[index].numel()].copy_(sent[index])
                     sent[index] = sent[index][:0]
-                    self._places.pop(0)
+                    self._expected.pop(0)
                     continue
                 if gone := rail.left & {end, self._host}:
                     raise BridgeError(f"host {min(gone)} has closed its end")
@@ -65,16 +65,16 @@ class ThreadBridge(Bridge):
         with _making:
             self._rail = _rails.setdefault(self._token, _Rail(size))
 
-    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Awaited:
-        places = []
+    def begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> _Awaited:
+        expected = []
         with self._rail.changed:
             for end, tensor in sends:
                 self._rail.sent[self.host, end].append(tensor.clone())
             for end, tensor in receives:
-                places.append((end, self._counts[end], tensor))
+                expected.append((end, self._counts[end], tensor))
                 self._counts[end] += 1
             self._rail.changed.notify_all()
-        return _Awaited(self._rail, self.host, places)
+        return _Awaited(self._rail, self.host, expected)
 
     def close(self) -> None:
         with self._rail.changed:

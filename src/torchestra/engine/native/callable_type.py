@@ -8,7 +8,7 @@ of that function's own.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 FUNCTION = 16
 """At which byte of an instance the address of its function lies."""
@@ -22,6 +22,20 @@ _SSIZE, _READ_ONLY = 19, 1
 
 class _Slot(ctypes.Structure):
     _fields_ = [("slot", ctypes.c_int), ("value", ctypes.c_void_p)]
+
+
+class MethodDefinition(ctypes.Structure):
+    """A PyMethodDef: name, C function, how that is called, and docstring.
+
+    What is made of it refers to it, so it must be kept.
+    """
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
 
 
 class _Member(ctypes.Structure):
@@ -64,6 +78,27 @@ if TYPE_CHECKING:
 else:
     _make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(("PyType_FromSpec", ctypes.pythonapi))
     NativeCallable = _make(ctypes.addressof(_spec))
+
+
+METH_FASTCALL_KEYWORDS = 0x80 | 0x02
+# What the methods of classes refer to.
+_definitions: list[MethodDefinition] = []
+
+
+def add_method(cls: type, name: str, function: int, doc: str | None) -> None:
+    """Give a class a method that is a C function at an address.
+
+    Args:
+        cls: the class; its instances are the function's first argument.
+        function: ``PyObject *function(instance, arguments, number, keywords)``.
+    """
+    text = None if doc is None else doc.encode()
+    definition = MethodDefinition(name.encode(), function, METH_FASTCALL_KEYWORDS, text)
+    _definitions.append(definition)
+    make: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.c_void_p)(
+        ("PyDescr_NewMethod", ctypes.pythonapi)
+    )
+    setattr(cls, name, make(cls, ctypes.addressof(definition)))
 
 
 def bind(instance: NativeCallable, function: int, word: int) -> None:

@@ -130,9 +130,9 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
     try:
         return _functions_of(lines)[code.co_name, code.co_firstlineno]
     except KeyError:
-        place = f"{code.co_filename}:{code.co_firstlineno}"
+        site = f"{code.co_filename}:{code.co_firstlineno}"
         raise KernelError(
-            f"{place}: the source of {code.co_name}() is not there, or has changed since its import"
+            f"{site}: the source of {code.co_name}() is not there, or has changed since its import"
         ) from None
 
 
@@ -145,32 +145,32 @@ class _FunctionCompiler:
         self._function = function
         self._tree = tree_of(source.function)
         entry = function.append_basic_block("entry")
-        self._variables = ir.IRBuilder(entry)  # writes the places of variables, before all code
+        self._variables = ir.IRBuilder(entry)  # allocates variables, before all code
         self._builder = ir.IRBuilder(function.append_basic_block("body"))
-        self._places: dict[str, ir.AllocaInstr] = {}
+        self._slots: dict[str, ir.AllocaInstr] = {}
         self._loops: list[tuple[ir.Block, ir.Block]] = []  # where `continue` and `break` lead
 
     def compile(self) -> None:
         body = self._builder.block
         for name, argument in zip(self._tree.args.args, self._function.args, strict=True):
-            self._variables.store(argument, self._place(name.arg))
+            self._variables.store(argument, self._slot(name.arg))
         self._block(self._tree.body)
         if not self._builder.block.is_terminated:
             self._builder.ret(_WORD(0))
         self._variables.branch(body)
 
     def _error(self, node: ast.AST, what: str) -> KernelError:
-        place = f"{self._python.__code__.co_filename}:{getattr(node, 'lineno', 0)}"
+        site = f"{self._python.__code__.co_filename}:{getattr(node, 'lineno', 0)}"
         return KernelError(
-            f"{place}: {what} (see engine/native/compiler.py for what kernels are written with)"
+            f"{site}: {what} (see engine/native/compiler.py for what kernels are written with)"
         )
 
-    def _place(self, name: str) -> ir.AllocaInstr:
-        if name not in self._places:
-            place = self._variables.alloca(_WORD, name=name)
-            self._variables.store(_WORD(0), place)
-            self._places[name] = place
-        return self._places[name]
+    def _slot(self, name: str) -> ir.AllocaInstr:
+        if name not in self._slots:
+            slot = self._variables.alloca(_WORD, name=name)
+            self._variables.store(_WORD(0), slot)
+            self._slots[name] = slot
+        return self._slots[name]
 
     # Statements
 
@@ -201,14 +201,14 @@ class _FunctionCompiler:
                 self._builder.store(value, self._target(name))
 
     def _write_AugAssign(self, statement: ast.AugAssign) -> None:
-        place = self._target(statement.target)
-        before, value = self._builder.load(place), self._word(statement.value)
-        self._builder.store(self._arithmetic(statement, statement.op, before, value), place)
+        slot = self._target(statement.target)
+        before, value = self._builder.load(slot), self._word(statement.value)
+        self._builder.store(self._arithmetic(statement, statement.op, before, value), slot)
 
     def _target(self, target: ast.expr) -> ir.AllocaInstr:
         if not isinstance(target, ast.Name):
             raise self._error(target, "only variables are assigned to")
-        return self._place(target.id)
+        return self._slot(target.id)
 
     def _write_Return(self, statement: ast.Return) -> None:
         self._builder.ret(_WORD(0) if statement.value is None else self._word(statement.value))
@@ -318,7 +318,7 @@ class _FunctionCompiler:
 
     def _value_Name(self, node: ast.Name) -> Any:
         if node.id in self._python.__code__.co_varnames:
-            return self._builder.load(self._place(node.id))
+            return self._builder.load(self._slot(node.id))
         return self._constant(node, self._looked_up(node))
 
     def _value_Attribute(self, node: ast.Attribute) -> Any:
@@ -407,7 +407,7 @@ class _FunctionCompiler:
 
     def _is_in(self, value: Any, node: ast.expr) -> Any:
         if not isinstance(node, ast.Tuple):
-            raise self._error(node, "what a value is looked for in must be written as a tuple")
+            raise self._error(node, "the right side of `in` must be written as a tuple")
         equal = [self._builder.icmp_signed("==", value, self._word(each)) for each in node.elts]
         return functools.reduce(self._builder.or_, equal)
 

@@ -27,6 +27,7 @@ PYTHON_SYMBOLS = (
     "PyLong_FromLongLong",
     "PyLong_FromSsize_t",
     "PyObject_Vectorcall",
+    "PyTuple_Size",
     "Py_DecRef",
     "Py_IncRef",
 )
@@ -38,21 +39,21 @@ declare i64 @_PyObject_MakeTpCall(i64, i64, i64, i64, i64)
 
 define i64 @PyObject_Vectorcall(i64 %callee, i64 %arguments, i64 %number, i64 %names) {
   %class.at = add i64 %callee, 8
-  %class.place = inttoptr i64 %class.at to i64*
-  %class = load i64, i64* %class.place
+  %class.address = inttoptr i64 %class.at to i64*
+  %class = load i64, i64* %class.address
   %flags.at = add i64 %class, 168
-  %flags.place = inttoptr i64 %flags.at to i64*
-  %flags = load i64, i64* %flags.place
+  %flags.address = inttoptr i64 %flags.at to i64*
+  %flags = load i64, i64* %flags.address
   %has = and i64 %flags, 2048
   %has.not = icmp eq i64 %has, 0
   br i1 %has.not, label %other, label %direct
 direct:
   %offset.at = add i64 %class, 56
-  %offset.place = inttoptr i64 %offset.at to i64*
-  %offset = load i64, i64* %offset.place
+  %offset.address = inttoptr i64 %offset.at to i64*
+  %offset = load i64, i64* %offset.address
   %function.at = add i64 %callee, %offset
-  %function.place = inttoptr i64 %function.at to i64 (i64, i64, i64, i64)**
-  %function = load i64 (i64, i64, i64, i64)*, i64 (i64, i64, i64, i64)** %function.place
+  %function.address = inttoptr i64 %function.at to i64 (i64, i64, i64, i64)**
+  %function = load i64 (i64, i64, i64, i64)*, i64 (i64, i64, i64, i64)** %function.address
   %result = call i64 %function(i64 %callee, i64 %arguments, i64 %number, i64 %names)
   ret i64 %result
 other:

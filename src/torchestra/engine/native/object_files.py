@@ -47,7 +47,7 @@ _IMPORTED = time.time()
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _QUIET_SECONDS = 2.0
 _LOCK_SECONDS = 60.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 @functools.cache
@@ -125,29 +125,31 @@ def find(name: str) -> bytes | None:
     return next((data for _, data in _found(name)), None)
 
 
-def place_of(name: str) -> Path | None:
+def directory_of(name: str) -> Path | None:
     """Return where :func:`find` finds it."""
     return next((folder for folder, _ in _found(name)), None)
 
 
 def _found(name: str) -> Iterator[tuple[Path, bytes]]:
-    for place in candidates():
+    for directory in candidates():
         with contextlib.suppress(OSError):
-            if not distrust(place.folder) and (data := _read(place.folder / name)) is not None:
-                yield place.folder, data
+            if not distrust(directory.folder) and (data := _read(directory.folder / name)) is not None:
+                yield directory.folder, data
 
 
 def _make(name: str, build: Callable[[], bytes]) -> bytes:
-    place, refused = choose()
-    if place is None:
+    directory, refused = choose()
+    if directory is None:
         say_once(
             "no directory can be used to keep compiled kernels, so every process compiles them in memory,"
             f" which takes some seconds ({'; '.join(refused)})"
         )
         return build()
-    if place.why in ("temporary files", "shared memory"):
-        say_once(f"compiled kernels are kept in {place.folder} until that is cleared: {'; '.join(refused)}")
-    path = place.folder / name
+    if directory.why in ("temporary files", "shared memory"):
+        say_once(
+            f"compiled kernels are kept in {directory.folder} until that is cleared: {'; '.join(refused)}"
+        )
+    path = directory.folder / name
     with _alone(path) as made_meanwhile:
         if made_meanwhile is not None:
             return made_meanwhile
@@ -248,12 +250,12 @@ def _lock_or_find(lock: int, path: Path) -> bytes | None:
         if (made := _read(path)) is not None:
             return made
         if waited > _LOCK_SECONDS:
-            say_once(f"process {_holder(lock)} still compiles the kernels; compiling beside it")
+            say_once(f"process {_holder(lock)} still compiles the kernels; compiling at the same time")
             return None
         if waited > _QUIET_SECONDS and not told:
             told = True
             say_once(f"waiting for process {_holder(lock)}, which compiles the kernels")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _holder(lock: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +22,16 @@ from torchestra.engine.p2p import layout as w
 from torchestra.system.try_lock import TryLock
 from torchestra.transport.message import Message, Sending, new_storage, no_room
 
-_PARTS_SHIFT = 16
-_SCRATCH_BYTES = 1 << 16
+_PARTS_SHIFT = endpoint_kernels.PARTS_SHIFT
+_KIND_MASK = (1 << _PARTS_SHIFT) - 1
+_SHORT_BYTES = 1 << 14
 _GRACE_NANOSECONDS = 100_000
 _NOWHERE = 0  # the address to which a message is taken that there is no memory for
 _NONE = object()  # the memory there
 
 
-class _OutgoingMessage:
-    """A message on its way, and how much of it has gone."""
-
-    __slots__ = ("begun", "keep", "kind", "next", "parts", "tag")
-
-    def __init__(self, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
-        self.kind = kind
-        self.tag = tag
-        self.parts = parts
-        self.keep = keep
-        self.next = 0
-        self.begun = False
+_OutgoingMessage: TypeAlias = tuple[int, int, Sequence[tuple[int, int]], object]
+"""A message to be sent: its kind, tag, parts, and what is to be kept until it has gone."""
 
 
 class _IncomingMessage:
@@ -73,11 +64,18 @@ class _IncomingMessage:
 
 
 class _SendQueue:
-    """Queue what is to go to one rank; whichever thread holds the lock sends it all."""
+    """Queue what is to go to one rank; whichever thread holds the lock sends it all.
+
+    Attributes:
+        next: the number of the next part of the first message.
+        begun: some of that part may have been sent.
+    """
 
     def __init__(self) -> None:
         self.lock = TryLock()
         self.messages: deque[_OutgoingMessage] = deque()
+        self.next = 0
+        self.begun = False
         self.words: npt.NDArray[np.int64] = np.zeros(w.RECORD_BYTES // 8, dtype=np.int64)
         self.record: int = self.words.ctypes.data
 
@@ -95,40 +93,36 @@ class Endpoint:
     """
 
     def __init__(self, context: int, area: int, rank: int, size: int, lost: Callable[[int], bool]) -> None:
-        self._words: npt.NDArray[np.int64] = np.zeros((w.PEERS_AT + size * w.PEER_BYTES) // 8, dtype=np.int64)
+        self._words = w.new_private_state(context, area, rank, size)
         self._grace: npt.NDArray[np.int64] = np.array([0, _GRACE_NANOSECONDS], dtype=np.int64)
+        self._text: npt.NDArray[np.uint8] = np.zeros(_SHORT_BYTES, dtype=np.uint8)
+        self._text_view = memoryview(self._text)  # type: ignore[arg-type]
         self._state: int = self._words.ctypes.data
         for offset, value in (
-            (w.CONTEXT, context),
-            (w.DOORBELLS, area),
-            (w.CHANNELS, area + w.doorbells_bytes(size)),
-            (w.CHANNEL_BYTES, w.channel_bytes(size)),
-            (w.RING_BYTES, w.ring_bytes(size)),
-            (w.PIECE_BYTES, w.piece_bytes(size)),
-            (w.RANK, rank),
-            (w.SIZE, size),
             (endpoint_kernels.GRACE, self._grace.ctypes.data),
+            (endpoint_kernels.TEXT, self._text.ctypes.data),
+            (endpoint_kernels.TEXT_BYTES, _SHORT_BYTES),
         ):
             self._words[offset // 8] = value
         first = endpoint_kernels.OUT_PEER // 8
         self._out = self._words[first : first + 4]
-        self._scratch: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
-        self._scratch_address: int = self._scratch.ctypes.data
-        self._scratch_view = memoryview(self._scratch)  # type: ignore[arg-type]
         self._lost = lost
         self._send_queues = [_SendQueue() for _ in range(size)]
         self._begin_send: Any = entry_point(endpoint_kernels.begin_send)
         self._continue_send: Any = entry_point(endpoint_kernels.continue_send)
-        self._look: Any = entry_point(endpoint_kernels.look)
+        self._find_message: Any = entry_point(endpoint_kernels.find_message)
+        self._receive_now: Any = entry_point(endpoint_kernels.receive_now)
+        self._receive: Any = entry_point(endpoint_kernels.receive)
         self._begin_receive: Any = entry_point(endpoint_kernels.begin_receive)
         self._continue_receive: Any = entry_point(endpoint_kernels.continue_receive)
         self._await_message: Any = entry_point(endpoint_kernels.await_message)
         self._watch: Any = entry_point(endpoint_kernels.watch)
         self._abandon: Any = entry_point(endpoint_kernels.abandon)
-        self._rouse: Any = entry_point(endpoint_kernels.rouse)
+        self._bring_to_python: Any = entry_point(endpoint_kernels.bring_to_python)
         self._closed = False
         self.in_hand: Message | None = None
-        self._incoming: _IncomingMessage | tuple[int, int, int, int] | None = None
+        self._received = 0  # short messages
+        self._incoming: _IncomingMessage | None = None
 
     def send(
         self,
@@ -151,7 +145,7 @@ class Endpoint:
             sending: is told when the message is sure to be sent, whatever this raises.
         """
         queue = self._send_queues[peer]
-        message = _OutgoingMessage(kind, tag, parts, keep)
+        message = (kind, tag, parts, keep)
         messages = queue.messages
         messages += (message,)
         if sending is not None:  # nothing is called between the two, so no interrupt comes
@@ -166,35 +160,38 @@ class Endpoint:
 
     def _send_queued(self, peer: int, queue: _SendQueue, claim: object) -> None:
         """Send what is queued for a rank, unless another thread does; that one then sends it all."""
+        messages, lock = queue.messages, queue.lock
         try:
-            while queue.messages and queue.lock.take(claim):
-                while queue.messages:
-                    self._push(peer, queue, queue.messages[0])
-                    queue.messages.popleft()
-                del queue.lock.holder
+            while messages and lock.take(claim):
+                while messages:
+                    self._push(peer, queue, messages[0])
+                    del messages[0]  # and nothing is called before the next line, so no interrupt comes
+                    queue.next = 0
+                del lock.holder
         finally:
-            if queue.lock.holder is claim:
-                del queue.lock.holder
+            if lock.holder is claim:
+                del lock.holder
 
     def _push(self, peer: int, queue: _SendQueue, message: _OutgoingMessage) -> None:
         """Send a message; may be called again for one that an exception has interrupted."""
         state, record = self._state, queue.record
-        parts = message.parts
-        while message.next < len(parts):
-            if not message.begun:
-                address, length = parts[message.next]
-                kind = message.kind | len(parts) << _PARTS_SHIFT
-                message.begun = True
-                code = self._begin_send(state, record, peer, address, length, message.tag, kind)
-            else:
+        kind, tag, parts, _ = message
+        count = len(parts)
+        word = kind | count << _PARTS_SHIFT
+        while queue.next < count:
+            if queue.begun:
                 code = self._continue_send(state, record, peer)
+            else:
+                address, length = parts[queue.next]
+                queue.begun = True
+                code = self._begin_send(state, record, peer, address, length, tag, word)
             while code != DONE:
                 if self._closed or self._lost(peer):
-                    message.next = len(parts)
+                    queue.next, queue.begun = count, False
                     return
                 code = self._continue_send(state, record, peer)
-            message.begun = False
-            message.next += 1
+            queue.begun = False
+            queue.next += 1
 
     def receive(self, *, eager: bool) -> Message | None:
         """Return the next message, with the lead; None if none came for a while, or attention was called.
@@ -212,39 +209,27 @@ class Endpoint:
         """
         if self.in_hand is not None:
             return self.in_hand
-        state = self._state
-        if (incoming := self._incoming) is None:
-            if not self._look(state, -1):
-                code = self._await_message(state, int(eager), -1)
-                if code == endpoint_kernels.INTERRUPTED and not self._closed:
-                    self._words[w.ATTENTION // 8] = 0
-                if code != DONE or not self._look(state, -1):
-                    return None
+        if self._incoming is not None:
+            return self._continue_long(self._incoming)
+        received = self._received
+        code = self._receive_now(self._state, received)
+        if code == PENDING:
+            code = self._receive(self._state, int(eager), received)
+        if code == DONE:
             source, tag, length, word = self._out.tolist()
-            if word >> _PARTS_SHIFT == 1 and length <= _SCRATCH_BYTES:
-                # Nothing is called before the kernel: if this is set, the message is being taken.
-                self._incoming = source, tag, length, word
-                if self._begin_receive(state, source, self._scratch_address, 1) != DONE:
-                    return self._continue_short(source, tag, length, word)
-                text = bytes(self._scratch_view[:length])
-                # As Message(...), which calls a function of Python.
-                fields: tuple[Any, ...] = (source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, [], None)
-                self.in_hand = message = tuple.__new__(Message, fields)
-                self._incoming = None
-                return message
-            self._incoming = incoming = _IncomingMessage(source, tag, word)
-        elif isinstance(incoming, tuple):
-            return self._continue_short(*incoming)
-        return self._continue_long(incoming)
-
-    def _continue_short(self, source: int, tag: int, length: int, word: int) -> Message | None:
-        """Take the rest of a message whose text goes to the scratch memory."""
-        if not self._continue_take(source):
-            return None
-        text = bytes(self._scratch_view[:length])
-        message = Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, [])
-        self.in_hand, self._incoming = message, None
-        return message
+            # As Message(...), which calls a function of Python.
+            fields = (source, word & _KIND_MASK, tag, bytes(self._text_view[:length]), (), None)
+            message: Message = tuple.__new__(Message, fields)
+            self.in_hand = message  # and nothing is called before the next line, so no interrupt comes
+            self._received = received + 1
+            return message
+        if code == endpoint_kernels.FOUND:
+            source, tag, _, word = self._out.tolist()
+            self._incoming = _IncomingMessage(source, tag, word)
+            return self._continue_long(self._incoming)
+        if code == endpoint_kernels.INTERRUPTED and not self._closed:
+            self._words[w.ATTENTION // 8] = 0
+        return None
 
     def _continue_long(self, incoming: _IncomingMessage) -> Message | None:
         """Take the parts of a message that are not here yet."""
@@ -252,7 +237,7 @@ class Endpoint:
         while incoming.next < incoming.count:
             code = PENDING
             if incoming.taking is None:
-                while not self._look(state, source):
+                while not self._find_message(state, source):
                     code = self._await_message(state, 1, source)
                     if code != DONE and (self._closed or self._lost(source)):
                         self._give_up(source)
@@ -307,12 +292,12 @@ class Endpoint:
 
     def wake_leader(self) -> None:
         """Have :meth:`receive` return."""
-        self._rouse(self._state, 0)
+        self._bring_to_python(self._state, 0)
 
     def close(self) -> None:
         """Wake everybody; from now on nothing sleeps here."""
         self._closed = True
-        self._rouse(self._state, 1)
+        self._bring_to_python(self._state, 1)
 
 
 def _address_of(memory: npt.NDArray[np.uint8] | torch.UntypedStorage) -> int:

@@ -19,14 +19,18 @@ No wake-up is lost: a sleeper writes that it sleeps and then looks, a peer publi
 sleeps, all sequentially consistent; and a futex compares RUNG again. A leader that leaves looks once more and
 wakes the follower if there is a message, because peers that saw it lead have woken nobody; one that leaves
 with a message looks when it has taken that, so that the follower sleeps on while messages come one by one.
+
+A short message is taken in the call that finds it: its text lies in memory of the endpoint then (TEXT), until
+Python says by the next call that it has as many messages as were taken (TAKEN). If it has not, because an
+interrupt came first, it is given the same one again.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
 from __future__ import annotations
 
-from torchestra.engine.kernels.placement import settle
-from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE, LONGEST_YIELDING
+from torchestra.engine.kernels.placement import rebalance_sometimes
+from torchestra.engine.kernels.waiting import ALL_WAITERS, FUTEX, FUTEX_WAIT, FUTEX_WAKE, LONGEST_YIELDING
 from torchestra.engine.layout import DONE, PENDING, POLL_INTERVAL, SPINS, YIELDS
 from torchestra.engine.native.atomics import (
     compare_exchange,
@@ -48,12 +52,12 @@ from torchestra.engine.p2p import ring
 from torchestra.engine.recorder.clock import read_coarse_clock
 
 # Byte offsets in a rank's doorbell.
-LEAD = 32
-WATCH = 48
+LEADER = 32
+FOLLOWER = 48
 ROOM = 64
-WHO = 8  # of the pair: LEADING, or how many sleep
+STATUS = 8  # of the pair: LEADING, or how many sleep
 NOBODY = 0
-LOOKING = 1
+POLLING = 1
 ASLEEP = 2
 
 # Words of the private state that a mailbox uses for its lists.
@@ -64,8 +68,14 @@ OUT_KIND = 88
 LED = 128
 GRACE = 136  # address of a struct timespec
 CLOSING = 144  # 1 when nothing shall sleep any more
+TEXT = 192  # address of memory for the text of a short message
+TEXT_BYTES = 200  # how long that may be
+TAKEN = 208  # how many messages were taken to there
 
+# What the kernels that receive return besides DONE (a short message is in TEXT), PENDING and INTERRUPTED.
+FOUND = 16  # another message is there
 INTERRUPTED = w.INTERRUPTED
+PARTS_SHIFT = 16  # in the kind of a message, above which the count of its parts stands
 _WATCHES = 8
 
 put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
@@ -86,27 +96,27 @@ def _sleep(state, pair, rung):
 @kernel
 def _wake(pair):
     fetch_add(pair, 1)
-    syscall(FUTEX, pair, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    syscall(FUTEX, pair, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
 
 
 @kernel
 def _ring_for_message(state, peer):
     """Have a message noticed that was published in the channel to ``peer``."""
-    lead = _doorbell(state, peer) + LEAD
-    who = load_ordered(lead + WHO)
+    lead = _doorbell(state, peer) + LEADER
+    who = load_ordered(lead + STATUS)
     if who == ASLEEP:
-        if compare_exchange(lead + WHO, ASLEEP, LOOKING) == ASLEEP:
+        if compare_exchange(lead + STATUS, ASLEEP, POLLING) == ASLEEP:
             _wake(lead)
     elif who == NOBODY:
-        watch = _doorbell(state, peer) + WATCH
-        if load_ordered(watch + WHO) > 0:
+        watch = _doorbell(state, peer) + FOLLOWER
+        if load_ordered(watch + STATUS) > 0:
             _wake(watch)
 
 
 @kernel
 def _ring_room(state, peer):
     room = _doorbell(state, peer) + ROOM
-    if load_ordered(room + WHO) > 0:
+    if load_ordered(room + STATUS) > 0:
         _wake(room)
 
 
@@ -154,12 +164,12 @@ def continue_send(state, record, peer):
     while not _push(state, record, peer):
         rung = load_ordered(room)
         moved = load(record + w.MOVED)
-        fetch_add(room + WHO, 1)
+        fetch_add(room + STATUS, 1)
         full_fence()
         done = _push(state, record, peer)
         if not done and load(record + w.MOVED) == moved:
             _sleep(state, room, rung)
-        fetch_add(room + WHO, -1)
+        fetch_add(room + STATUS, -1)
         if done:
             break
         if load_ordered(room) == rung and load(record + w.MOVED) == moved:
@@ -187,7 +197,7 @@ def _find(state, only):
 
 
 @short_kernel
-def look(state, only):
+def find_message(state, only):
     """Find a message (from one source only, unless -1), with the lead: 1 and it in the OUT words, or 0."""
     store(state + LED, load(state + LED) + 1)
     found = _find(state, only)
@@ -225,14 +235,14 @@ def _pull(state, peer):
 def _wake_follower(state):
     """If there is a message and nobody leads, wake the follower."""
     if _find(state, -1) != 0:
-        watch = _doorbell(state, load(state + w.RANK)) + WATCH
-        if load_ordered(watch + WHO) > 0:
+        watch = _doorbell(state, load(state + w.RANK)) + FOLLOWER
+        if load_ordered(watch + STATUS) > 0:
             _wake(watch)
 
 
 @short_kernel
 def begin_receive(state, peer, address, is_last):
-    """Take the message that :func:`look` has found: DONE, or PENDING if some is still to come.
+    """Take the message that :func:`find_message` has found: DONE, or PENDING if some is still to come.
 
     ``is_last``: the leader takes no other directly after it.
     """
@@ -247,14 +257,45 @@ def begin_receive(state, peer, address, is_last):
     return DONE
 
 
+@short_kernel
+def receive_now(state, received):
+    """Find a message, with the lead, and take it if it is short: DONE, FOUND (in the OUT words) or PENDING.
+
+    ``received``: how many short messages Python has received.
+    """
+    if load(state + TAKEN) != received:
+        return DONE
+    if find_message(state, -1) == 0:
+        return PENDING
+    peer = load(state + OUT_PEER)
+    header = next_header(state, peer)
+    length = load(state + OUT_BYTES)
+    if load(state + OUT_KIND) >> PARTS_SHIFT != 1 or length > load(state + TEXT_BYTES):
+        return FOUND
+    if length > w.INLINE_BYTES and load(header + w.READY) != length:
+        return FOUND
+    begin_receive(state, peer, load(state + TEXT), 1)
+    store(state + TAKEN, received + 1)
+    return DONE
+
+
+@kernel
+def receive(state, eager, received):
+    """Do as :func:`receive_now`, and sleep until there is a message, POLL_INTERVAL at most."""
+    code = await_message(state, eager, -1)
+    if code == DONE:
+        return receive_now(state, received)
+    return code
+
+
 @kernel
 def continue_receive(state, peer):
     """Take the rest: DONE, or PENDING if nothing came for POLL_INTERVAL."""
-    lead = _doorbell(state, load(state + w.RANK)) + LEAD
-    store_ordered(lead + WHO, LOOKING)
+    lead = _doorbell(state, load(state + w.RANK)) + LEADER
+    store_ordered(lead + STATUS, POLLING)
     while not _pull(state, peer):
         rung = load_ordered(lead)
-        store_ordered(lead + WHO, ASLEEP)
+        store_ordered(lead + STATUS, ASLEEP)
         full_fence()
         left = load(peer_of(state, peer) + w.LEFT)
         if not _pull(state, peer) and load(peer_of(state, peer) + w.LEFT) == left:
@@ -262,7 +303,7 @@ def continue_receive(state, peer):
             if not _pull(state, peer) and load(peer_of(state, peer) + w.LEFT) == left:
                 leave(state)
                 return PENDING
-        store_ordered(lead + WHO, LOOKING)
+        store_ordered(lead + STATUS, POLLING)
     leave(state)
     return DONE
 
@@ -270,7 +311,7 @@ def continue_receive(state, peer):
 @kernel
 def leave(state):
     """Give the lead up: peers that publish from now on wake the follower, who hears now of what is there."""
-    store_ordered(_doorbell(state, load(state + w.RANK)) + LEAD + WHO, NOBODY)
+    store_ordered(_doorbell(state, load(state + w.RANK)) + LEADER + STATUS, NOBODY)
     full_fence()
     _wake_follower(state)
     return 0
@@ -283,8 +324,8 @@ def await_message(state, eager, only):
     DONE, INTERRUPTED, or PENDING if none came for POLL_INTERVAL.
     """
     context = load(state + w.CONTEXT)
-    lead = _doorbell(state, load(state + w.RANK)) + LEAD
-    store_ordered(lead + WHO, LOOKING)
+    lead = _doorbell(state, load(state + w.RANK)) + LEADER
+    store_ordered(lead + STATUS, POLLING)
     full_fence()
     spins = load(context + SPINS)
     looks = spins + (load(context + YIELDS) if eager else 0)
@@ -297,13 +338,13 @@ def await_message(state, eager, only):
         if number < spins:
             spin_hint()
         else:
-            settle(context)
+            rebalance_sometimes(context)
             sched_yield()
             if read_coarse_clock(state + w.YIELD_TIMESPEC) > until:
                 break
     if code == PENDING:
         rung = load_ordered(lead)
-        store_ordered(lead + WHO, ASLEEP)
+        store_ordered(lead + STATUS, ASLEEP)
         full_fence()
         if _find(state, only) == 0 and load_ordered(state + w.ATTENTION) == 0:
             _sleep(state, lead, rung)
@@ -312,7 +353,7 @@ def await_message(state, eager, only):
     if load_acquire(state + w.ATTENTION) != 0:
         code = INTERRUPTED
     if code == DONE:
-        store_ordered(lead + WHO, NOBODY)
+        store_ordered(lead + STATUS, NOBODY)
         full_fence()
     else:
         leave(state)
@@ -322,14 +363,14 @@ def await_message(state, eager, only):
 @kernel
 def watch(state):
     """Sleep, as the follower, until a message is there that nobody takes: DONE, INTERRUPTED or PENDING."""
-    pair = _doorbell(state, load(state + w.RANK)) + WATCH
+    pair = _doorbell(state, load(state + w.RANK)) + FOLLOWER
     for _ in range(_WATCHES):
         rung = load_ordered(pair)
-        fetch_add(pair + WHO, 1)
+        fetch_add(pair + STATUS, 1)
         full_fence()
         if _find(state, -1) == 0 and load_ordered(state + CLOSING) == 0:
             _sleep(state, pair, rung)
-        fetch_add(pair + WHO, -1)
+        fetch_add(pair + STATUS, -1)
         if load_acquire(state + CLOSING) != 0:
             return INTERRUPTED
         if _find(state, -1) == 0:
@@ -351,13 +392,13 @@ def abandon(state, peer):
 
 
 @kernel
-def rouse(state, everybody):
+def bring_to_python(state, everybody):
     """Bring the leader of this rank, or everybody that sleeps, back to Python."""
     store_ordered(state + w.ATTENTION, 1)
     doorbell = _doorbell(state, load(state + w.RANK))
-    _wake(doorbell + LEAD)
+    _wake(doorbell + LEADER)
     if everybody != 0:
         store_ordered(state + CLOSING, 1)
-        _wake(doorbell + WATCH)
+        _wake(doorbell + FOLLOWER)
         _wake(doorbell + ROOM)
     return 0

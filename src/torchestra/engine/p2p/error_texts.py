@@ -10,7 +10,7 @@ from torchestra.errors import DistBackendError, ForkedProcessError, GroupAborted
 from torchestra.system.forking import refusal
 
 
-class Wording:
+class MailboxErrors:
     """Makes the errors of one rank's mailbox.
 
     Args:
@@ -28,10 +28,10 @@ class Wording:
         return refusal(f"{self._where}: no messages can be sent or received")
 
     def mismatch(self, transfer: Transfer, record: Record) -> DistBackendError:
-        sender, length = record.word(w.FROM), record.word(w.FROM_LENGTH)
+        sender, length = record.load_word(w.FROM), record.load_word(w.FROM_LENGTH)
         return DistBackendError(
             f"{self._where}: rank {sender} sent {length} bytes of"
-            f" {self._kind_name(record.word(w.FROM_KIND))} with tag {transfer.tag}, but recv expected"
+            f" {self._kind_name(record.load_word(w.FROM_KIND))} with tag {transfer.tag}, but recv expected"
             f" {transfer.length} bytes of {self._kind_name(transfer.kind)}. The message was thrown away;"
             " size and dtype must be the same on both sides"
         )

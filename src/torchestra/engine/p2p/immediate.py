@@ -12,7 +12,7 @@ the channel; it may, as nothing that was sent before is elsewhere: neither half-
 store.
 
 These kernels keep the interpreter: what they do takes less time than to give it away. So they never sleep or
-yield, and do not spin where a peer may be a thread of this process (MOST_SPINS).
+yield, and do not spin where a peer may be a thread of this process (MAX_SPINS).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -45,8 +45,8 @@ def _fits_first_piece(state, peer, length):
     if length <= w.INLINE_BYTES:
         return True
     size = load(state + w.RING_BYTES)
-    place = load(peer_of(state, peer) + w.SENT_BYTES) & (size - 1)
-    return length <= min(load(state + w.PIECE_BYTES) >> 2, size - place)
+    offset = load(peer_of(state, peer) + w.SENT_BYTES) & (size - 1)
+    return length <= min(load(state + w.PIECE_BYTES) >> 2, size - offset)
 
 
 @short_kernel
@@ -78,7 +78,7 @@ def send_now(state, address, length, kind, peer, tag):
 @kernel
 def _await_header(state, peer):
     """Return the address of the header of the next message from ``peer``, or 0 after a few looks in vain."""
-    for _ in range(min(load(state + w.SPIN_BUDGET), load(state + w.MOST_SPINS))):
+    for _ in range(min(load(state + w.SPIN_BUDGET), load(state + w.MAX_SPINS))):
         header = next_header(state, peer)
         if header != 0:
             return header

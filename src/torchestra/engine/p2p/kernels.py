@@ -8,7 +8,7 @@ A blocking call that has the mailbox to itself, nearly always, takes and leaves 
 
 from __future__ import annotations
 
-from torchestra.engine.kernels.placement import settle
+from torchestra.engine.kernels.placement import rebalance_sometimes
 from torchestra.engine.kernels.waiting import LONGEST_YIELDING
 from torchestra.engine.layout import (
     ABORT,
@@ -135,7 +135,7 @@ def run(state, record, eager):
             spin_hint()
         elif idle <= spins + yields:
             if idle == spins + 1:
-                settle(context)
+                rebalance_sometimes(context)
                 until = read_coarse_clock(state + w.YIELD_TIMESPEC) + LONGEST_YIELDING
             sched_yield()
             if read_coarse_clock(state + w.YIELD_TIMESPEC) > until:
@@ -212,13 +212,13 @@ def transfer(state, record, sending, address, length, kind, peer, tag):
 
 
 @kernel
-def occupy(state, token):
+def try_acquire(state, token):
     """Take the state for oneself: whether it was free."""
     return compare_exchange(state + w.BUSY, 0, token) == 0
 
 
 @kernel
-def vacate(state, token):
+def release(state, token):
     """Let the state go, if one has it."""
     return compare_exchange(state + w.BUSY, token, 0) == token
 

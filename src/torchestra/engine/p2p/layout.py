@@ -10,6 +10,9 @@ ring of bytes for what does not fit into a header. Who may write which word is t
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 PAGE = 4096
 
 # A doorbell: what its rank sleeps on.
@@ -54,7 +57,7 @@ QUEUEING = 128  # not 0: a blocking call must not go ahead of what is under way
 SPIN_BUDGET = 136  # how often a wait spins now, SPINS at most
 WAITS = 144  # how many waits there have been
 YIELD_TIMESPEC = 152  # scratch of a wait that yields, two words
-MOST_SPINS = 168  # how often a wait may spin that keeps the interpreter
+MAX_SPINS = 168  # how often a wait may spin that keeps the interpreter
 HANDED_OVER = 176  # the thread whose blocking call Python is to take over, BUSY included; 0: none
 OWN_RECORD = 192  # of a blocking call that an entry runs, or of a message that is sent at once
 PEERS_AT = 320
@@ -71,7 +74,7 @@ GOT_BYTES = 56  # bytes taken out of the ring from it
 CURRENT = 64  # the record or stored message that is being received from it; 0: none; BROKEN
 LEFT = 72  # how many of its bytes are still to come
 PRESENT = 80  # how many of them are known to be in the ring
-LANDING = 88  # where the next of them goes, or 0: nowhere
+DESTINATION = 88  # where the next of them goes, or 0: nowhere
 STORE = 96  # list of messages that came before a receive for them
 
 BROKEN = -1  # CURRENT of a peer whose message was given up halfway
@@ -145,3 +148,25 @@ def channel_bytes(size: int) -> int:
 def channel_area_bytes(size: int) -> int:
     """Return the bytes that the channels of ``size`` ranks take of an arena: zero-filled, page-aligned."""
     return doorbells_bytes(size) + size * size * channel_bytes(size)
+
+
+def new_private_state(context: int, area: int, rank: int, size: int) -> npt.NDArray[np.int64]:
+    """Return the words of a rank's private state, with what all kernels of the channels read there.
+
+    Args:
+        context: the address of the rank's context.
+        area: the address of the shared area.
+    """
+    words: npt.NDArray[np.int64] = np.zeros((PEERS_AT + size * PEER_BYTES) // 8, dtype=np.int64)
+    for offset, value in (
+        (CONTEXT, context),
+        (DOORBELLS, area),
+        (CHANNELS, area + doorbells_bytes(size)),
+        (CHANNEL_BYTES, channel_bytes(size)),
+        (RING_BYTES, ring_bytes(size)),
+        (PIECE_BYTES, piece_bytes(size)),
+        (RANK, rank),
+        (SIZE, size),
+    ):
+        words[offset // 8] = value
+    return words

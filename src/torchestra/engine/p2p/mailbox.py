@@ -17,13 +17,12 @@ from typing import Any
 from torchestra.engine.layout import ABORTED, DONE, MISMATCH
 from torchestra.engine.p2p import kernels
 from torchestra.engine.p2p import layout as w
-from torchestra.engine.p2p.progress import CLOSE_SECONDS, LOOK_SECONDS, Traffic
+from torchestra.engine.p2p.progress import CLOSE_SECONDS, POLL_SECONDS, Transfers
 from torchestra.engine.p2p.transfer import Record, Transfer, Waiter
 
 _run: Any = kernels.run
 _cancel: Any = kernels.cancel
-_occupy: Any = kernels.occupy
-_vacate: Any = kernels.vacate
+_try_acquire: Any = kernels.try_acquire
 _call_attention: Any = kernels.call_attention
 _discard: Any = kernels.discard
 
@@ -32,7 +31,7 @@ _CLAIMS = 5
 _CLAIM_SECONDS = 0.0002
 
 
-class Mailbox(Traffic):
+class Mailbox(Transfers):
     """Send and receive the messages of rank ``rank`` of a group of ``size``.
 
     Addresses are of contiguous memory, lengths in bytes; ``kind`` is a small number (a dtype's) that must be
@@ -93,7 +92,7 @@ class Mailbox(Traffic):
         """Do what is left of :meth:`recv` as :meth:`finish_send` does; any source is -1."""
         return self._finish_call(code, False, address, nbytes, kind, peer, tag, waiter)
 
-    def leave_halfway(self, error: BaseException, waiter: Waiter) -> None:
+    def abandon_operation(self, error: BaseException, waiter: Waiter) -> None:
         """Give up a call that a kernel has handed to Python, and that was left with an error before."""
         self._give_up(self._own, None, error, waiter)
 
@@ -167,16 +166,16 @@ class Mailbox(Traffic):
         """Return the bytes of unexpected messages, received before a receive for them was called."""
         return int(self._words[w.STORED // 8])
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Have every transfer that nobody waits for see now whether its waiter would give it up."""
         if self._inherited:
             return
         self._have_posted()
-        self._look()
+        self._check_transfers()
 
     def close(self) -> None:
         """Stop the thread; whatever is under way fails with GroupDestroyedError. May be called twice."""
-        with self._gate:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -188,13 +187,13 @@ class Mailbox(Traffic):
         token = next(self._tokens)
         deadline = time.monotonic() + CLOSE_SECONDS
         try:
-            while not (occupied := _occupy(self._state, token)) and time.monotonic() < deadline:
+            while not (occupied := _try_acquire(self._state, token)) and time.monotonic() < deadline:
                 time.sleep(0.001)
             if occupied:
                 self._post_all()
                 _discard(self._state)
         finally:
-            _vacate(self._state, token)
+            self._release(self._state, token)
         self._tell()
 
     def _finish_call(
@@ -223,8 +222,8 @@ class Mailbox(Traffic):
                 self._words[w.HANDED_OVER // 8] = 0
             if code not in (DONE, w.QUEUED_MEANWHILE):
                 transfer = Transfer(sending, address, nbytes, kind, peer, tag, waiter)
-                return self._go_on(code, transfer, own)
-            found = own.word(w.FROM) if peer < 0 else peer
+                return self._continue_call(code, transfer, own)
+            found = own.load_word(w.FROM) if peer < 0 else peer
             self._give_back(own)
             if code == w.QUEUED_MEANWHILE or self._inbox:
                 self._have_posted()
@@ -233,29 +232,29 @@ class Mailbox(Traffic):
             self._give_up(own, transfer, error, waiter)
             raise
 
-    def _go_on(self, code: int, transfer: Transfer, own: Record) -> int:
+    def _continue_call(self, code: int, transfer: Transfer, own: Record) -> int:
         """Bring a blocking call to its end that did not end at once; the rank that sent."""
         if code == w.OCCUPIED:
             self._submit(transfer)
             return self._wait(transfer)
         while code != DONE:
             if code == MISMATCH:
-                raise self._wording.mismatch(transfer, own)
+                raise self._errors.mismatch(transfer, own)
             if code == w.NO_MEMORY:
-                raise self._wording.no_memory(transfer)
+                raise self._errors.no_memory(transfer)
             if code == w.INTERRUPTED:
                 self._words[w.ATTENTION // 8] = 0
                 if self._closed:
-                    raise self._wording.destroyed(transfer)
+                    raise self._errors.destroyed(transfer)
                 if self._inbox:
                     self._adopt(transfer, own)
-                    _vacate(self._state, own.address)
+                    self._release(self._state, own.address)
                     return self._wait(transfer)
             else:
                 transfer.check()
             code = _run(self._state, own.address, 1)
-        source = own.word(w.FROM)
-        _vacate(self._state, own.address)
+        source = own.load_word(w.FROM)
+        self._release(self._state, own.address)
         self._give_back(own)
         if self._inbox:
             self._have_posted()
@@ -271,7 +270,7 @@ class Mailbox(Traffic):
                 if stage == w.RUNNING:
                     self._break(own, error, waiter)
             finally:
-                _vacate(self._state, own.address)
+                self._release(self._state, own.address)
         elif transfer is not None:
             self._withdraw(transfer, error)
         if self._inbox:
@@ -284,7 +283,7 @@ class Mailbox(Traffic):
     def _wait(self, transfer: Transfer) -> int:
         """Wait for a transfer, at work if nobody else is; the rank that sent."""
         transfer.watched = True
-        next_look = time.monotonic() + LOOK_SECONDS
+        next_check = time.monotonic() + POLL_SECONDS
         claims = _CLAIMS
         try:
             while not transfer.finished:
@@ -293,14 +292,14 @@ class Mailbox(Traffic):
                     if claims == _CLAIMS:
                         self._claimed = True
                         self._call_attention()
-                    transfer.sleep(_CLAIM_SECONDS if claims > 0 else LOOK_SECONDS)
+                    transfer.sleep(_CLAIM_SECONDS if claims > 0 else POLL_SECONDS)
                     claims -= 1
-                if not transfer.finished and (code == ABORTED or time.monotonic() >= next_look):
+                if not transfer.finished and (code == ABORTED or time.monotonic() >= next_check):
                     self._check(transfer)
-                    next_look = time.monotonic() + LOOK_SECONDS
+                    next_check = time.monotonic() + POLL_SECONDS
         finally:
             transfer.watched = False
-            self._rouse()
+            self._wake_thread()
         if transfer.error is not None:
             raise transfer.error
         return transfer.source

@@ -136,7 +136,7 @@ def receive_stored(state, source, record):
         memcpy(load(record + w.ADDRESS), load(stored + w.ADDRESS), arrived)
     if arriving:
         store(known + w.CURRENT, record)
-        store(known + w.LANDING, load(record + w.ADDRESS) + arrived if fits else 0)
+        store(known + w.DESTINATION, load(record + w.ADDRESS) + arrived if fits else 0)
     else:
         _finish(state, record)
     free_stored(state, stored)
@@ -160,18 +160,18 @@ def _begin_message(state, peer):
     known = peer_of(state, peer)
     record = find(state + w.POSTED, peer, tag)
     if record != 0:
-        landing = load(record + w.ADDRESS) if _assign(record, peer, length, kind) else 0
+        destination = load(record + w.ADDRESS) if _assign(record, peer, length, kind) else 0
         message_came(load(state + w.CONTEXT), load(record + w.ENTRY), peer)
         store(state + w.NEXT_SOURCE, peer + 1)
     elif _anybody_waits_for(state, peer):
         record = _new_stored(state, peer, tag, length, kind)
         if record == 0:
             return _LACKING
-        landing = load(record + w.ADDRESS)
+        destination = load(record + w.ADDRESS)
         append(known + w.STORE, record)
     else:
         return 0
-    take_header(state, peer, header, landing)
+    take_header(state, peer, header, destination)
     store(known + w.CURRENT, record)
     return 1
 

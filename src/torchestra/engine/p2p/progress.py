@@ -7,14 +7,15 @@ of thread; the mailbox's thread (started when first needed) works when for GRACE
 transfers that nobody waits for. Who leaves something for one that works calls its attention, and it comes
 back from the kernel; when somebody else wants to work, the mailbox's thread leaves it to them.
 
-BUSY guards the private state, the records and ``_pending``. ``_gate`` guards QUEUEING, ``_closed``,
+BUSY guards the private state, the records and ``_pending``. ``_lock`` guards QUEUEING, ``_closed``,
 ``_broken`` and what is put into the inbox; it is held for moments only, also by who works, and nobody
 who holds it waits for BUSY. QUEUEING is set while there is any transfer, or the mailbox is closed or a
 channel broken: a blocking call that finds it unset may do without all this.
 
 A signal handler may raise anywhere in the main thread. So BUSY is taken with a token that is known before,
-and given back in a ``finally`` whether or not it was taken; steps are made such that they can be repeated,
-and who works next after an exception repeats them (:meth:`Traffic._repair`).
+and given back in a ``finally`` whether or not it was taken, by a builtin function: before a Python function
+does anything, a handler may raise in it. Steps are made such that they can be repeated, and who works next
+after an exception repeats them (:meth:`Transfers._repair`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchestra.engine.layout import ABORTED, DONE
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import immediate, kernels
 from torchestra.engine.p2p import layout as w
-from torchestra.engine.p2p.error_texts import Wording
+from torchestra.engine.p2p.error_texts import MailboxErrors
 from torchestra.engine.p2p.transfer import ReceiveCancelled, Record, Transfer, Waiter
 from torchestra.system.limits import start_thread
 
@@ -42,19 +42,18 @@ _post: Any = kernels.post
 _run: Any = kernels.run
 _cancel: Any = kernels.cancel
 _forget: Any = kernels.forget
-_occupy: Any = kernels.occupy
-_vacate: Any = kernels.vacate
+_try_acquire: Any = kernels.try_acquire
 _call_attention: Any = kernels.call_attention
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 CLOSE_SECONDS = 10.0
 _GRACE_SECONDS = 0.001
 _LINGER_SECONDS = 0.05
 _RECORDS_AT_ONCE = 64
-_MOST_SPINS = 100  # some 3 µs
+_MAX_SPINS = 100  # some 3 µs
 
 
-class Traffic:
+class Transfers:
     """The transfers of one rank. Args: as :class:`~torchestra.engine.p2p.mailbox.Mailbox`."""
 
     def __init__(
@@ -69,22 +68,12 @@ class Traffic:
         peers_are_threads: bool = False,
     ) -> None:
         assert area % w.PAGE == 0, "the channels must begin at a page"
-        self._wording = Wording(rank, name, kind_name)
-        self._words: npt.NDArray[np.int64] = np.zeros((w.PEERS_AT + size * w.PEER_BYTES) // 8, dtype=np.int64)
+        self._errors = MailboxErrors(rank, name, kind_name)
+        self._words = w.new_private_state(context, area, rank, size)
         self._state: int = self._words.ctypes.data
-        for offset, value in (
-            (w.CONTEXT, context),
-            (w.DOORBELLS, area),
-            (w.CHANNELS, area + w.doorbells_bytes(size)),
-            (w.CHANNEL_BYTES, w.channel_bytes(size)),
-            (w.RING_BYTES, w.ring_bytes(size)),
-            (w.PIECE_BYTES, w.piece_bytes(size)),
-            (w.RANK, rank),
-            (w.SIZE, size),
-            (w.MOST_SPINS, 0 if peers_are_threads else _MOST_SPINS),
-        ):
-            self._words[offset // 8] = value
+        self._words[w.MAX_SPINS // 8] = 0 if peers_are_threads else _MAX_SPINS
         self._transfer = entry_point(kernels.transfer)
+        self._release = entry_point(kernels.release)
         self._send_now = entry_point(immediate.send_now)
         self._receive_now = entry_point(immediate.receive_now)
         self._tokens = itertools.count(-1, -1)
@@ -93,7 +82,7 @@ class Traffic:
         self._pending: dict[int, Transfer] = {}  # by the address of the record
         self._finished: deque[Transfer] = deque()  # whose done() is still to be called
         self._interrupted = False
-        self._gate = threading.RLock()
+        self._lock = threading.RLock()
         self._closed = False
         self._inherited = False
         self._claimed = False
@@ -118,27 +107,27 @@ class Traffic:
         """
         self._closed = self._inherited = True
         self._words[w.QUEUEING // 8] = 1  # nothing goes at once any more
-        self._gate = threading.RLock()  # a thread that does not exist here may have had it
+        self._lock = threading.RLock()  # a thread that does not exist here may have had it
         self._inbox.clear()
         self._pending.clear()
         self._transfer = self._refuse
 
     def _refuse(self, *_: object) -> int:
-        raise self._wording.inherited()
+        raise self._errors.inherited()
 
     # -- whoever works
 
     def _submit(self, transfer: Transfer) -> None:
         """Put a transfer into the inbox, and post it if nobody is at work."""
         try:
-            with self._gate:
+            with self._lock:
                 if self._inherited:
                     self._refuse()
                 if self._closed:
-                    raise self._wording.destroyed(transfer)
+                    raise self._errors.destroyed(transfer)
                 reason = self._broken.get((transfer.sending, transfer.peer))
                 if reason is not None:
-                    raise self._wording.unusable(transfer, reason)
+                    raise self._errors.unusable(transfer, reason)
                 self._words[w.QUEUEING // 8] = 1
                 self._inbox.append(transfer)
             self._have_posted()
@@ -151,7 +140,7 @@ class Traffic:
         """Give up a transfer, if it is under way, that its caller leaves with an error; return when it is."""
         if transfer.finished or (transfer.record is None and transfer not in self._inbox):
             return
-        with self._gate:
+        with self._lock:
             transfer.withdrawn = error
             self._inbox.append(transfer)
         self._have_posted()
@@ -163,7 +152,7 @@ class Traffic:
         Its ``done`` is not called then.
         """
         done, transfer.done = transfer.done, None
-        with self._gate:
+        with self._lock:
             transfer.retracting = True
             self._inbox.append(transfer)
         self._have_posted()
@@ -180,14 +169,14 @@ class Traffic:
         """Have the inbox looked into: by this thread, or by the one that is at work."""
         token = next(self._tokens)
         try:
-            posted = _occupy(self._state, token)
+            posted = _try_acquire(self._state, token)
             if posted:
                 self._post_all()
         finally:
-            _vacate(self._state, token)
+            self._release(self._state, token)
         if posted:
             self._tell()
-            self._rouse()
+            self._wake_thread()
         else:
             self._call_attention()
 
@@ -195,14 +184,14 @@ class Traffic:
         """:meth:`_work`, or OCCUPIED."""
         token = next(self._tokens)
         try:
-            code = self._work(eager) if _occupy(self._state, token) else w.OCCUPIED
+            code = self._work(eager) if _try_acquire(self._state, token) else w.OCCUPIED
         finally:
-            _vacate(self._state, token)
+            self._release(self._state, token)
         self._tell()
         return code
 
     def _call_attention(self) -> None:
-        with self._gate:
+        with self._lock:
             if not self._closed:
                 _call_attention(self._state)
 
@@ -228,10 +217,10 @@ class Traffic:
         if record is not self._own:
             self._free.append(record)
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         """Leave what is still under way to the thread."""
         if self._resting and (self._pending or self._inbox):
-            with self._gate:
+            with self._lock:
                 if not (self._started or self._closed):
                     start_thread(self._thread)
                     self._started = True
@@ -286,20 +275,20 @@ class Traffic:
             self._drop(transfer, transfer.withdrawn)
             return
         if transfer.retracting and transfer.record is not None:
-            if transfer.record.word(w.STAGE) == w.QUEUED:
+            if transfer.record.load_word(w.STAGE) == w.QUEUED:
                 self._drop(transfer, ReceiveCancelled())
             transfer.retracting = False
             return
         reason = self._broken.get((transfer.sending, transfer.peer))
         if reason is not None:
-            self._finish(transfer, self._wording.unusable(transfer, reason))
+            self._finish(transfer, self._errors.unusable(transfer, reason))
             return
         record = transfer.record
         if record is None:
             record = self._spare_record()
-            record.set_word(w.STAGE, w.UNUSED)
+            record.store_word(w.STAGE, w.UNUSED)
             transfer.record = record
-        if record.word(w.STAGE) == w.UNUSED:
+        if record.load_word(w.STAGE) == w.UNUSED:
             self._pending[record.address] = transfer
             code = _post(
                 self._state,
@@ -313,15 +302,15 @@ class Traffic:
                 1 if transfer.recorded else w.UNRECORDED,
             )
             if code == w.NO_MEMORY:
-                self._drop(transfer, self._wording.no_memory(transfer))
+                self._drop(transfer, self._errors.no_memory(transfer))
 
     def _adopt(self, transfer: Transfer, record: Record) -> None:
         """Make a transfer of a blocking call that was begun without one."""
-        with self._gate:
+        with self._lock:
             self._words[w.QUEUEING // 8] = 1
         transfer.record = record
         self._pending[record.address] = transfer
-        record.set_word(w.NOTIFY, 1)
+        record.store_word(w.NOTIFY, 1)
 
     def _collect(self) -> None:
         """Finish the transfers whose records are in COMPLETED."""
@@ -334,10 +323,10 @@ class Traffic:
 
     def _result(self, transfer: Transfer, record: Record) -> BaseException | None:
         """Return what a finished record has come to."""
-        if record.word(w.STAGE) == w.MISMATCHED:
-            return self._wording.mismatch(transfer, record)
+        if record.load_word(w.STAGE) == w.MISMATCHED:
+            return self._errors.mismatch(transfer, record)
         if not transfer.sending:
-            transfer.source = record.word(w.FROM)
+            transfer.source = record.load_word(w.FROM)
         return None
 
     def _finish(self, transfer: Transfer, error: BaseException | None) -> None:
@@ -361,27 +350,27 @@ class Traffic:
 
     def _break(self, record: Record, error: BaseException, waiter: Waiter) -> None:
         """Give up a channel in which a message was left halfway, and what waits for it."""
-        sending = record.word(w.SENDING) == 1
-        peer = record.word(w.PEER if sending else w.FROM)
-        reason = self._wording.left(sending, peer, error)
-        with self._gate:
+        sending = record.load_word(w.SENDING) == 1
+        peer = record.load_word(w.PEER if sending else w.FROM)
+        reason = self._errors.left(sending, peer, error)
+        with self._lock:
             self._broken[sending, peer] = reason
             self._words[w.QUEUEING // 8] = 1
         waiter.abort(reason)
         for transfer in tuple(self._pending.values()):
             if (transfer.sending, transfer.peer) == (sending, peer) and transfer.record is not record:
-                self._drop(transfer, self._wording.unusable(transfer, reason))
+                self._drop(transfer, self._errors.unusable(transfer, reason))
 
     def _drop_receives(self) -> None:
         for transfer in tuple(self._pending.values()):
             record = transfer.record
-            if record is not None and not transfer.sending and record.word(w.STAGE) == w.QUEUED:
-                self._drop(transfer, self._wording.no_memory(transfer))
+            if record is not None and not transfer.sending and record.load_word(w.STAGE) == w.QUEUED:
+                self._drop(transfer, self._errors.no_memory(transfer))
 
     def _drop_all(self) -> None:
         """Fail everything, because the mailbox is closed."""
         for transfer in tuple(self._pending.values()):
-            transfer.withdrawn = self._wording.destroyed(transfer)
+            transfer.withdrawn = self._errors.destroyed(transfer)
             if transfer.record is not None:
                 _cancel(self._state, transfer.record.address)
             self._finish(transfer, transfer.withdrawn)
@@ -394,7 +383,7 @@ class Traffic:
             record = transfer.record
             if transfer.finished:
                 self._retire(transfer)
-            elif record is not None and record.word(w.STAGE) == w.FINISHED:
+            elif record is not None and record.load_word(w.STAGE) == w.FINISHED:
                 self._finish(transfer, transfer.withdrawn)
                 self._retire(transfer)
         self._interrupted = False
@@ -402,14 +391,14 @@ class Traffic:
     def _lower_flag(self) -> None:
         if self._pending or self._inbox:
             return
-        with self._gate:
+        with self._lock:
             if not self._inbox:
                 self._words[w.QUEUEING // 8] = self._closed or bool(self._broken)
 
     # -- the thread
 
     def _serve(self) -> None:
-        used = next_look = time.monotonic()
+        used = next_check = time.monotonic()
         while not self._closed:
             now = time.monotonic()
             if not (self._pending or self._inbox):
@@ -422,16 +411,16 @@ class Traffic:
             # Somebody may be about to wait for it, and then does the work.
             time.sleep(_GRACE_SECONDS)
             code = DONE
-            while (self._pending or self._inbox) and time.monotonic() < next_look and code != ABORTED:
+            while (self._pending or self._inbox) and time.monotonic() < next_check and code != ABORTED:
                 code = self._try_to_work(eager=False)
                 if code == w.OCCUPIED:
-                    self._rest(LOOK_SECONDS)
+                    self._rest(POLL_SECONDS)
                     break
                 if self._claimed:
                     self._claimed = False
                     break
-            if code == ABORTED or time.monotonic() >= next_look:
-                next_look = self._look()
+            if code == ABORTED or time.monotonic() >= next_check:
+                next_check = self._check_transfers()
 
     def _rest(self, seconds: float | None) -> None:
         """Sleep until roused, or for so long (None: without end, if there is nothing to do)."""
@@ -440,7 +429,7 @@ class Traffic:
             self._doorbell.acquire(timeout=-1 if seconds is None else seconds)
         self._resting = False
 
-    def _look(self) -> float:
+    def _check_transfers(self) -> float:
         """Let the waiters of transfers that nobody waits for check; when to do so next."""
         began = time.monotonic()
         for transfer in tuple(self._pending.values()):
@@ -450,4 +439,4 @@ class Traffic:
                 except Exception as error:
                     self._withdraw(transfer, error)
         # Less than a twentieth of the time, however many there are.
-        return began + max(LOOK_SECONDS, 20 * (time.monotonic() - began))
+        return began + max(POLL_SECONDS, 20 * (time.monotonic() - began))

@@ -108,13 +108,13 @@ def _put_piece(state, known, channel, record, limit):
     ring = load(state + w.RING_BYTES)
     moved = load(record + w.MOVED)
     head = load(known + w.SENT_BYTES)
-    place = head & (ring - 1)
-    length = min(limit, load(record + w.LENGTH) - moved, ring - place)
+    offset = head & (ring - 1)
+    length = min(limit, load(record + w.LENGTH) - moved, ring - offset)
     if head + length - load(known + w.SEEN_TAIL) > ring:
         store(known + w.SEEN_TAIL, load_acquire(channel + w.TAIL))
         if head + length - load(known + w.SEEN_TAIL) > ring:
             return 0
-    memcpy(channel + w.DATA_AT + place, load(record + w.ADDRESS) + moved, length)
+    memcpy(channel + w.DATA_AT + offset, load(record + w.ADDRESS) + moved, length)
     store(known + w.SENT_BYTES, head + ((length + 63) & ~63))
     store(record + w.MOVED, moved + length)
     return length
@@ -189,23 +189,23 @@ def next_header(state, peer):
 
 
 @kernel
-def take_header(state, peer, header, landing):
-    """Give the slot of a header back, and prepare to take its payload to ``landing`` (0: to nowhere)."""
+def take_header(state, peer, header, destination):
+    """Give the slot of a header back, and prepare to take its payload to ``destination`` (0: to nowhere)."""
     known = peer_of(state, peer)
     channel = channel_of(state, peer, load(state + w.RANK))
     length = load(header + w.MESSAGE_BYTES)
     got = load(known + w.GOT) + 1
     store(known + w.GOT, got)
     if length <= w.INLINE_BYTES:
-        if landing != 0:
-            memcpy(landing, header + w.INLINE, length)
+        if destination != 0:
+            memcpy(destination, header + w.INLINE, length)
         store(known + w.LEFT, 0)
         store_ordered(channel + w.TAKEN, got)
         ring_doorbell(state, peer)
     else:
         store(known + w.LEFT, length)
         store(known + w.PRESENT, load(header + w.READY))
-        store(known + w.LANDING, landing)
+        store(known + w.DESTINATION, destination)
         # No doorbell: a piece is there, and when it has been taken the doorbell is rung.
         store_release(channel + w.TAKEN, got)
 
@@ -225,12 +225,12 @@ def take(state, peer, stream):
             present = load_acquire(channel + w.HEAD) - tail
         if left == 0 or present <= 0:
             break
-        place = tail & (ring - 1)
-        length = min(load(state + w.PIECE_BYTES), left, present, ring - place)
-        landing = load(known + w.LANDING)
-        if landing != 0:
-            copy_out(landing, channel + w.DATA_AT + place, length, stream)
-            store(known + w.LANDING, landing + length)
+        offset = tail & (ring - 1)
+        length = min(load(state + w.PIECE_BYTES), left, present, ring - offset)
+        destination = load(known + w.DESTINATION)
+        if destination != 0:
+            copy_out(destination, channel + w.DATA_AT + offset, length, stream)
+            store(known + w.DESTINATION, destination + length)
         tail += (length + 63) & ~63
         store(known + w.LEFT, left - length)
         store(known + w.PRESENT, present - length)

@@ -51,10 +51,10 @@ class Record:
         self.words = words
         self.address: int = words.ctypes.data
 
-    def word(self, offset: int) -> int:
+    def load_word(self, offset: int) -> int:
         return int(self.words[offset // 8])
 
-    def set_word(self, offset: int, value: int) -> None:
+    def store_word(self, offset: int, value: int) -> None:
         self.words[offset // 8] = value
 
 

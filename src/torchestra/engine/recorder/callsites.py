@@ -1,22 +1,70 @@
-"""Find where in the user's program a rank is: the innermost line outside of torchestra and torch."""
+"""Find where in the user's program a rank is: the innermost line outside of torchestra, torch and pytest.
+
+The standard library (threading, concurrent.futures, runpy) and pytest with its plug-ins run the program, and
+are no part of it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import llvmlite
 import torch
 
-_FOLDERS = (Path(__file__).parents[2], Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])
-_NOT_THE_USERS = (*(os.path.join(folder, "") for folder in _FOLDERS), "<frozen ")
+_TEST_RUNNERS = ("_pytest", "pytest", "pluggy", "pytest_timeout", "xdist", "execnet")
+
+
+def _installed(names: Iterable[str]) -> Iterator[str]:
+    """Return where packages, and modules in one file, lie that are installed; imports none of them."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            # The trailing separator keeps folders out whose names only begin alike.
+            yield (
+                os.path.join(os.path.dirname(spec.origin), "")
+                if spec.submodule_search_locations
+                else spec.origin
+            )
+
+
+_FOLDERS = (
+    Path(__file__).parents[2],
+    Path(torch.__file__).parent,
+    Path(llvmlite.__file__).parent,  # it calls kernels
+    sysconfig.get_paths()["stdlib"],
+)
+_NOT_THE_USERS = (
+    *(os.path.join(folder, "") for folder in _FOLDERS),
+    *_installed(_TEST_RUNNERS),
+    "<frozen ",
+)
+_TORCHESTRA = _NOT_THE_USERS[0]
+
+
+def is_of_the_program(frame: FrameType) -> bool:
+    """Return whether a frame is the user's: not of torchestra, torch, the standard library or pytest."""
+    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+
+
+def is_of_torchestra(frame: FrameType) -> bool:
+    """Return whether a frame is of torchestra."""
+    return frame.f_code.co_filename.startswith(_TORCHESTRA)
+
+
+def is_line_of_the_program(file: str) -> bool:
+    """Return whether a source file is the user's."""
+    return not file.startswith(_NOT_THE_USERS)
 
 
 def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
-    """Return ``file:line in function`` of a thread.
+    """Return ``file:line in function`` of a thread; of one that is in no line of the program, that it is not.
 
     Args:
         thread: its identifier; default: the calling one.
@@ -26,11 +74,13 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
     own = thread is None or thread == threading.get_ident()
     frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(thread or 0)
     innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and not is_of_the_program(frame):
         frame = frame.f_back
     if frame is None and otherwise not in (None, thread or threading.get_ident()):
         return call_site(otherwise)
     frame = frame or innermost
     if frame is None:
         return "no line: its thread has ended"
+    if is_of_torchestra(frame):
+        return f"no line of the program, but in torchestra's {frame.f_code.co_name}()"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

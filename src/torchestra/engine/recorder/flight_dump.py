@@ -32,7 +32,7 @@ def dump_flight_record(arena: Readable, directory: str | None = None, ended: flo
             record = replace(record, taken=ended, taken_at=record.taken_at + ended - record.taken)
         # Groups of one name, one after the other or of several jobs, were made at different times.
         whose = "-".join([record.group, *(host.name for host in record.hosts)])
-        name = f"{quote(whose, safe='')[:_NAME_LETTERS]}-{arena.word(at.HEADER_NANOSECONDS):x}.json"
+        name = f"{quote(whose, safe='')[:_NAME_LETTERS]}-{arena.load_word(at.HEADER_NANOSECONDS):x}.json"
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_trace(Path(directory, name), trace_of([record]))
     except OSError as error:

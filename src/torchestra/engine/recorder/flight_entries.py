@@ -65,6 +65,77 @@ class FlightEntry:
         return f"{self.kind}({', '.join(word for word in words if word)})"
 
 
+SpanKind = Literal["forward", "backward", "bucket", "wait"]
+SPAN_KINDS: tuple[SpanKind, ...] = ("forward", "backward", "bucket", "wait")
+"""In an arena, their places here."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a training step of one rank, as DistributedDataParallel records it.
+
+    Attributes:
+        kind: ``"forward"``; ``"backward"``, until all gradients are averaged; ``"bucket"``, from when the
+            gradients of a bucket are ready until they are averaged; ``"wait"``, for averages, when backward
+            has nothing else to do.
+        step: the number of the step, from 1.
+        index: of a bucket, its number in the step's order; else None.
+        nbytes: of its gradients, or 0.
+        started, ended: by ``time.monotonic()``.
+    """
+
+    kind: SpanKind
+    step: int
+    index: int | None
+    nbytes: int
+    started: float
+    ended: float
+
+
+SpanTimes = tuple[SpanKind, int, int, int, int]
+"""A span to be recorded: kind, beginning and end by ``time.perf_counter_ns()``, index or -1, bytes."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What operations of one kind and size class took one rank, of those that have ended well.
+
+    Attributes:
+        kind: as of an entry. Messages to and from other hosts count apart from those within the host.
+        most_bytes: the class: operations that moved at most so many bytes, and more than the class below;
+            None for the class of the largest.
+        calls, nbytes: how many, and what they moved.
+        seconds: from the beginning to the end of each, in all.
+        waited: seconds of these.
+        remote: they are messages to or from other hosts.
+    """
+
+    kind: str
+    most_bytes: int | None
+    calls: int
+    nbytes: int
+    seconds: float
+    waited: float
+    remote: bool = False
+
+
+@dataclass(frozen=True)
+class ExecutedCalls:
+    """The calls by RPC of one function that one worker has made and this one has executed.
+
+    Attributes:
+        caller: its rank; -1 where callers and functions beyond the first 63 are counted together.
+        function: its name.
+        calls: that have returned.
+        seconds: that they took here, in all.
+    """
+
+    caller: int
+    function: str
+    calls: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class RankRecord:
     """The last entries of one rank, oldest first, and its totals.
@@ -84,6 +155,14 @@ class RankRecord:
         waiting_for: the rank that it waits for in a collective at this moment, or None; None also
             while it waits for other hosts.
         waiting_since: when that wait began, by ``time.monotonic()``, or None.
+        tallies: of all that has ended well, by kind and size; those with no operation are left out, and of
+            messages those of which more than 256 were under way at once.
+        spans: the last parts of training steps, at most 256.
+        calls: of an RPC worker, what it has executed until some 50 ms ago.
+        queued: operations that it has called and that are not begun.
+        calls_in_flight: of an RPC worker, calls whose answer it waited for some 50 ms ago.
+        references_owned, references_used: of the same moment, remote references whose value it had, and those
+            that it had to values of others.
     """
 
     rank: int
@@ -100,6 +179,13 @@ class RankRecord:
     waited_for: tuple[float, ...]
     waiting_for: int | None
     waiting_since: float | None
+    tallies: tuple[Tally, ...] = ()
+    spans: tuple[Span, ...] = ()
+    calls: tuple[ExecutedCalls, ...] = ()
+    queued: int = 0
+    calls_in_flight: int = 0
+    references_owned: int = 0
+    references_used: int = 0
 
     @property
     def last_operation(self) -> FlightEntry | None:

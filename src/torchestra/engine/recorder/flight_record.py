@@ -6,11 +6,13 @@ read-only, by ``torchestra top`` and ``torchestra report``.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,11 +23,23 @@ from torchestra.engine import layout as at
 from torchestra.engine import operations
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.clock import COUNTER, NANOSECONDS, Moment, TickScale
-from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, Presence, RankRecord, State
-from torchestra.engine.recorder.trace import trace_of, write_trace
+from torchestra.engine.recorder.flight_entries import (
+    SPAN_KINDS,
+    ExecutedCalls,
+    FlightEntry,
+    HostRecord,
+    Presence,
+    RankRecord,
+    Span,
+    State,
+    Tally,
+)
+from torchestra.engine.recorder.formats.writing import FORMATS, write
+from torchestra.engine.recorder.trace import trace_of
 from torchestra.errors import InvalidArgumentError, shown
 
-_MOST_RANKS = 1 << 20  # of a group; an arena that says more is damaged
+_MAX_RANKS = 1 << 20  # of a group; an arena that says more is damaged
+_OTHER = at.TALLIED_KINDS - 1  # kinds from here on are counted together
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
 # Kernels have no annotations: they take words, here addresses.
 _read_ring: Any = recorder.read_ring
@@ -37,7 +51,7 @@ class Readable(Protocol):
     layout: at.Layout
     address: int
 
-    def word(self, offset: int) -> int:
+    def load_word(self, offset: int) -> int:
         """Return the word at a byte offset before the slots."""
 
     def text(self, offset: int, length: int) -> str:
@@ -69,15 +83,29 @@ class FlightRecord:
     hosts: tuple[HostRecord, ...] = ()
 
     @checked
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev.
+    def save(self, path: str | os.PathLike[str], format: str | None = None) -> None:  # noqa: A002
+        """Write this into a file, or a directory with a file for each rank.
+
+        Args:
+            path: of the file or directory, which is made if there is none.
+            format: ``"trace"``, Chrome's trace event format, for https://ui.perfetto.dev; ``"csv"`` or
+                ``"parquet"``, a table with a row for each operation; or for a directory ``"pytorch"``, what
+                torch.distributed.flight_recorder's analyser reads, ``"pytorch-json"``, ``"kineto"``,
+                torch.profiler's format, or ``"chakra"``, execution traces. Default: a table if ``path`` ends
+                so, or else ``"trace"``.
 
         Raises:
             OSError: the file cannot be written; as raised by open() for this path.
-            InvalidArgumentError: no file can have that name.
+            InvalidArgumentError: no file can have that name, or there is no such format.
+            DistError: ``"parquet"`` without polars, or ``"chakra"`` without protobuf, which write it.
         """
+        if format not in (None, "trace", *FORMATS):
+            raise InvalidArgumentError(
+                f"FlightRecord.save: `format` must be one of {', '.join(['trace', *FORMATS])}, got"
+                f" {shown(format)}"
+            )
         try:
-            write_trace(path, trace_of([self]))
+            write(Path(path), trace_of([self]), format)
         except OSError as error:
             why = f"FlightRecord.save: the record cannot be written: {error.strerror}"
             raise OSError(error.errno, why, os.fspath(path)) from error
@@ -106,32 +134,32 @@ def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
 def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
     """Return, by place in the arena, the rank in the group; and the size of the group."""
     size = arena.layout.size
-    whole = arena.word(at.HEADER_GROUP_SIZE)
-    if not size <= whole <= _MOST_RANKS:
+    whole = arena.load_word(at.HEADER_GROUP_SIZE)
+    if not size <= whole <= _MAX_RANKS:
         return range(size), size
     blocks = [arena.layout.control + local_rank * at.CONTROL_BYTES for local_rank in range(size)]
-    return [min(max(0, arena.word(block + at.GROUP_RANK)), whole - 1) for block in blocks], whole
+    return [min(max(0, arena.load_word(block + at.GROUP_RANK)), whole - 1) for block in blocks], whole
 
 
 def _host_name(arena: Readable) -> str | None:
     """Return this host's name in the group, if that has several."""
-    if not arena.layout.size <= arena.word(at.HEADER_GROUP_SIZE) <= _MOST_RANKS:
+    if not arena.layout.size <= arena.load_word(at.HEADER_GROUP_SIZE) <= _MAX_RANKS:
         return None
-    length = arena.word(at.HEADER_HOST_LENGTH)
+    length = arena.load_word(at.HEADER_HOST_LENGTH)
     return arena.text(at.HEADER_HOST, min(max(0, length), at.HEADER_HOST_BYTES))
 
 
 def _group_name(arena: Readable) -> str:
     """Return the name of the group that meets in the arena."""
-    length = arena.word(at.HEADER_NAME_LENGTH)
+    length = arena.load_word(at.HEADER_NAME_LENGTH)
     return arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES))
 
 
 def _why_aborted(arena: Readable) -> str | None:
     """Return why the group was aborted, or None."""
-    if arena.word(at.HEADER_ABORT) == 0:
+    if arena.load_word(at.HEADER_ABORT) == 0:
         return None
-    length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
+    length = min(max(0, arena.load_word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
     try:
         text = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
         return f"{text['why']}{text['report']}"
@@ -139,10 +167,16 @@ def _why_aborted(arena: Readable) -> str | None:
         return "it was not said why"
 
 
+def waits_for_other_hosts(arena: Readable, rank: int) -> bool:
+    """Return whether a rank, by its place, has done its part on this host and waits for other hosts."""
+    record = arena.layout.records + rank * arena.layout.record_bytes
+    return arena.load_word(record + at.WAITING_SINCE) != 0 and arena.load_word(record + at.WAITING_FOR) < 0
+
+
 def tick_scale(arena: Readable) -> TickScale:
     """Return the scale that turns the ticks in an arena into seconds, up to now."""
-    clock = arena.word(at.HEADER_CLOCK)
-    early = Moment(arena.word(at.HEADER_TICKS), arena.word(at.HEADER_NANOSECONDS))
+    clock = arena.load_word(at.HEADER_CLOCK)
+    early = Moment(arena.load_word(at.HEADER_TICKS), arena.load_word(at.HEADER_NANOSECONDS))
     return TickScale(early, Moment.now(COUNTER if clock == COUNTER else NANOSECONDS))
 
 
@@ -158,34 +192,64 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     if crosses:
         remote = _ring(arena, record + at.REMOTE_MESSAGES_AT)
         messages = sorted([*messages, *((row, range(size)) for row in remote)], key=_stamp)
-    since = arena.word(record + at.WAITING_SINCE)
+    since = arena.load_word(record + at.WAITING_SINCE)
     blamed = [0] * size
     for local_rank, group_rank in enumerate(group_ranks):
         words = (
-            arena.word(record + at.WAITED_FOR_AT + index * 8) for index in (local_rank, here + local_rank)
+            arena.load_word(record + at.WAITED_FOR_AT + index * 8)
+            for index in (local_rank, here + local_rank)
         )
         blamed[group_rank] = sum(words)
     if crosses and operations_ and operations_[-1][at.ENDED // 8] == 0:
-        waited = arena.word(record + at.TOTAL_WAITED) - arena.word(record + at.MULTIHOST_WAITED)
+        waited = arena.load_word(record + at.TOTAL_WAITED) - arena.load_word(record + at.MULTIHOST_WAITED)
         operations_[-1][at.WAITED // 8] = max(0, waited)
     return RankRecord(
         rank=group_ranks[rank],
-        pid=arena.word(control + at.PROCESS),
-        presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
+        pid=arena.load_word(control + at.PROCESS),
+        presence=_PRESENCE.get(arena.load_word(control + at.STATE), "absent"),
         operations=tuple(_operation(row, scale, group_ranks) for row in operations_[-last:]),
         messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
-        messages_begun=arena.word(record + at.MESSAGES_OPENED),
-        operation_bytes=arena.word(record + (at.MULTIHOST_BYTES if crosses else at.TOTAL_BYTES)),
-        message_bytes=arena.word(record + at.MESSAGES_BYTES) + arena.word(record + at.REMOTE_MESSAGES_BYTES),
-        operations_waited=scale.duration(arena.word(record + at.TOTAL_WAITED)),
+        messages_begun=arena.load_word(record + at.MESSAGES_OPENED),
+        operation_bytes=arena.load_word(record + (at.MULTIHOST_BYTES if crosses else at.TOTAL_BYTES)),
+        message_bytes=arena.load_word(record + at.MESSAGES_BYTES)
+        + arena.load_word(record + at.REMOTE_MESSAGES_BYTES),
+        operations_waited=scale.duration(arena.load_word(record + at.TOTAL_WAITED)),
         messages_waited=scale.duration(
-            arena.word(record + at.MESSAGES_WAITED) + arena.word(record + at.REMOTE_MESSAGES_WAITED)
+            arena.load_word(record + at.MESSAGES_WAITED) + arena.load_word(record + at.REMOTE_MESSAGES_WAITED)
         ),
         waited_for=tuple(map(scale.duration, blamed)),
-        waiting_for=_rank(arena.word(record + at.WAITING_FOR), group_ranks) if since else None,
+        waiting_for=_rank(arena.load_word(record + at.WAITING_FOR), group_ranks) if since else None,
         waiting_since=scale.time(since) if since else None,
+        tallies=tuple(_tallies(arena, record, crosses, scale)),
+        spans=tuple(_spans(_ring(arena, record + at.SPANS_AT)[-last:])),
+        calls=tuple(_calls(arena, record + at.CALLS_AT)),
+        queued=arena.load_word(record + at.QUEUED),
+        calls_in_flight=arena.load_word(record + at.CALLS_IN_FLIGHT),
+        references_owned=arena.load_word(record + at.REFERENCES_OWNED),
+        references_used=arena.load_word(record + at.REFERENCES_USED),
     )
+
+
+def _tallies(arena: Readable, record: int, crosses: bool, scale: TickScale) -> Iterator[Tally]:
+    here, over_hosts = (_tally_table(arena, record + at_) for at_ in (at.TALLIES_AT, at.MULTIHOST_TALLIES_AT))
+    bounds = (*at.SIZE_CLASS_BOUNDS, None)
+    for code in range(at.TALLIED_KINDS):
+        message = code & ~at.REMOTE_KINDS in (at.SENT, at.RECEIVED)
+        remote = message and code >= at.REMOTE_KINDS
+        kind = operations.kind_name(code - at.REMOTE_KINDS if remote else code)
+        tallies = over_hosts[code] if crosses and not message else here[code]
+        for bound, (calls, moved, ticks, waited) in zip(bounds, tallies.tolist(), strict=False):
+            if calls:
+                seconds = scale.duration(ticks), scale.duration(waited)
+                yield Tally(kind if code < _OTHER else "other", bound, calls, moved, *seconds, remote)
+
+
+def _tally_table(arena: Readable, offset: int) -> npt.NDArray[np.int64]:
+    """Return a table of tallies: by kind and size class, its words."""
+    words = ctypes.c_int64 * (at.TALLIED_KINDS * at.SIZE_CLASSES * at.TALLY_BYTES // 8)
+    table = np.ctypeslib.as_array(words.from_address(arena.address + offset))
+    return table.reshape(at.TALLIED_KINDS, at.SIZE_CLASSES, at.TALLY_BYTES // 8).copy()
 
 
 def _ring(arena: Readable, offset: int) -> list[list[int]]:
@@ -236,6 +300,29 @@ def _message(row: list[int], scale: TickScale, group_ranks: Sequence[int]) -> Fl
         waited_for=None,
         **_times(row, scale),
     )
+
+
+def _calls(arena: Readable, table: int) -> Iterator[ExecutedCalls]:
+    for entry in range(table, table + at.CALL_ENTRIES * at.CALL_BYTES, at.CALL_BYTES):
+        if (count := arena.load_word(entry + at.CALL_COUNT)) > 0:
+            length = min(max(0, arena.load_word(entry + at.CALL_NAME_LENGTH)), at.CALL_NAME_BYTES)
+            seconds = arena.load_word(entry + at.CALL_NANOSECONDS) / 1e9
+            name = arena.text(entry + at.CALL_NAME, length)
+            yield ExecutedCalls(arena.load_word(entry + at.CALL_CALLER), name, count, seconds)
+
+
+def _spans(rows: list[list[int]]) -> Iterator[Span]:
+    for row in rows:
+        kind, ended = row[at.WHAT // 8], row[at.ENDED // 8]
+        if ended > 0 and 0 <= kind < len(SPAN_KINDS):
+            yield Span(
+                kind=SPAN_KINDS[kind],
+                step=row[at.AMOUNT // 8],
+                index=row[at.OTHER // 8] - 1 if row[at.OTHER // 8] > 0 else None,
+                nbytes=row[at.MOVED_BYTES // 8],
+                started=row[at.BEGAN // 8] / 1e9,
+                ended=ended / 1e9,
+            )
 
 
 def _times(row: list[int], scale: TickScale) -> dict[str, Any]:

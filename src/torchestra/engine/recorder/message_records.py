@@ -10,10 +10,11 @@ from __future__ import annotations
 from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import fetch_add, load, short_kernel, store, store_release
 from torchestra.engine.recorder.clock import now
-from torchestra.engine.recorder.recorder import write_entry
+from torchestra.engine.recorder.recorder import tally_entry, write_entry
 
 RECORD, STAMP, BEGAN, ENDED = at.RECORD, at.STAMP, at.BEGAN, at.ENDED
 WHAT, WAITED, OTHER, BACKGROUND = at.WHAT, at.WAITED, at.OTHER, at.BACKGROUND
+TALLIES_AT, REMOTE_KINDS = at.TALLIES_AT, at.REMOTE_KINDS
 ENTRIES, ENTRY_BYTES, MESSAGES_OPENED = at.ENTRIES, at.ENTRY_BYTES, at.MESSAGES_OPENED
 REMOTE_MESSAGES_AT, REMOTE_MESSAGES_BYTES, REMOTE_MESSAGES_WAITED = (
     at.REMOTE_MESSAGES_AT,
@@ -52,6 +53,8 @@ def close_remote_message(context, number, source, nbytes, well):
         ended = now(context)
         if source >= 0 and load(entry + WAITED) == 0:
             _note_source(record, entry, source, ended)
+        if well != 0:
+            tally_entry(record + TALLIES_AT, entry, nbytes, REMOTE_KINDS, ended)
         store_release(entry + ENDED, ended if well != 0 else -ended)
     return 0
 

@@ -18,10 +18,13 @@ between two looks at the stamp sees another stamp, or none, at the second look (
 acquire, so that the second look is not done early). Within the life of an entry three words change: WAITED
 and AWAITED, and ENDED, which is written last (release).
 
-What it costs. A collective writes one cache line and reads the clock twice, some 25 ns (clock.py). Waiting is
-accounted for only when a wait has come to the end of its spinning, where time is no longer short. A message
-costs as much on either side, and a third reading of the clock when a receive gets its message; one between
-hosts some 1.3 µs, most of them Python's.
+Tallies count what has ended, by kind and size class; each word of them has one writer, who also writes the
+entries, and grows. What readers sum up from them may be one operation ahead in one word.
+
+What it costs. A collective writes one cache line, adds to another and reads the clock twice, some 25 ns
+(clock.py). Waiting is accounted for only when a wait has come to the end of its spinning, where time is no
+longer short. A message costs as much on either side, and a third reading of the clock when a receive gets its
+message; one between hosts some 1.3 µs, most of them Python's.
 
 An entry of a message is opened when the call is made, and may be gone by the time the message has come: more
 than ENTRIES receives can wait at once.
@@ -55,7 +58,42 @@ MULTIHOST_BYTES = at.MULTIHOST_BYTES
 WAITING_SINCE, WAITING_FOR, SEQUENCE = at.WAITING_SINCE, at.WAITING_FOR, at.SEQUENCE
 PHASE, PHASE_PEER, PHASE_WAITED, LONGEST = at.PHASE, at.PHASE_PEER, at.PHASE_WAITED, at.LONGEST
 
-_LOOKS = 8
+TALLIES_AT, MULTIHOST_TALLIES_AT, TALLIED_KINDS = at.TALLIES_AT, at.MULTIHOST_TALLIES_AT, at.TALLIED_KINDS
+SIZE_CLASSES, TALLY_BYTES = at.SIZE_CLASSES, at.TALLY_BYTES
+TALLY_CALLS, TALLY_MOVED = at.TALLY_CALLS, at.TALLY_MOVED
+TALLY_TICKS, TALLY_WAITED = at.TALLY_TICKS, at.TALLY_WAITED
+SMALL, MEDIUM, LARGE, HUGE = at.SIZE_CLASS_BOUNDS
+KIND_MASK = (1 << 8) - 1
+
+_ATTEMPTS = 8
+
+
+@kernel
+def tally_entry(tallies, entry, moved_bytes, offset, ended):
+    """Count the operation of an entry, which ends now, in its tally.
+
+    Args:
+        tallies: the address of the table.
+        moved_bytes: by it.
+        offset: to be added to its kind.
+    """
+    kind = (load(entry + WHAT) & KIND_MASK) + offset
+    if kind >= TALLIED_KINDS:
+        kind = TALLIED_KINDS - 1
+    size_class = 0
+    if moved_bytes > SMALL:
+        size_class = 1
+        if moved_bytes > MEDIUM:
+            size_class = 2
+        if moved_bytes > LARGE:
+            size_class = 3
+        if moved_bytes > HUGE:
+            size_class = 4
+    own = tallies + (kind * SIZE_CLASSES + size_class) * TALLY_BYTES
+    store(own + TALLY_CALLS, load(own + TALLY_CALLS) + 1)
+    store(own + TALLY_MOVED, load(own + TALLY_MOVED) + moved_bytes)
+    store(own + TALLY_TICKS, load(own + TALLY_TICKS) + ended - load(entry + BEGAN))
+    store(own + TALLY_WAITED, load(own + TALLY_WAITED) + load(entry + WAITED))
 
 
 @kernel
@@ -90,7 +128,9 @@ def close_entry(context, sequence):
     record = load(context + RECORD)
     entry = _entry(context, sequence)
     store(record + TOTAL_BYTES, load(record + TOTAL_BYTES) + load(entry + MOVED_BYTES))
-    store_release(entry + ENDED, now(context))
+    ended = now(context)
+    tally_entry(record + TALLIES_AT, entry, load(entry + MOVED_BYTES), 0, ended)
+    store_release(entry + ENDED, ended)
 
 
 @kernel
@@ -167,9 +207,10 @@ def close_multihost_entry(context, well):
     record = load(context + RECORD)
     entry = _crossing(record)
     store(entry + WAITED, load(record + TOTAL_WAITED) - load(record + MULTIHOST_WAITED))
+    ended = now(context)
     if well:
         store(record + MULTIHOST_BYTES, load(record + MULTIHOST_BYTES) + load(entry + MOVED_BYTES))
-    ended = now(context)
+        tally_entry(record + MULTIHOST_TALLIES_AT, entry, load(entry + MOVED_BYTES), 0, ended)
     store_release(entry + ENDED, ended if well else -ended)
     return 0
 
@@ -215,6 +256,8 @@ def close_message(context, number, nbytes, well):
     store(record + MESSAGES_BYTES, load(record + MESSAGES_BYTES) + nbytes)
     if load(entry + STAMP) == number:
         ended = now(context)
+        if well:
+            tally_entry(record + TALLIES_AT, entry, nbytes, 0, ended)
         store_release(entry + ENDED, ended if well else -ended)
 
 
@@ -226,7 +269,7 @@ def _message(record, number):
 @kernel
 def read_entry(entry, copy):
     """Copy an entry as it was at one moment: its stamp, or 0 if it was being written all the time."""
-    for _ in range(_LOOKS):
+    for _ in range(_ATTEMPTS):
         stamp = load_acquire(entry + STAMP)
         for offset in range(BEGAN, ENTRY_BYTES, 8):
             store(copy + offset, load_acquire(entry + offset))

@@ -17,11 +17,15 @@ import secrets
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import IO, Any, Protocol
 
-from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
+from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord, Span
 
 Event = dict[str, Any]
+SPAN = "span"
+"""The category of a part of a training step, which is no operation."""
+SAMPLE = "sample"
+"""The category of a reading of a rank's process (monitor/process_samples.py)."""
 
 
 class GroupRecord(Protocol):
@@ -51,7 +55,7 @@ def trace_of(records: Sequence[GroupRecord]) -> dict[str, Any]:
     trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ns"}
     if records:
         epoch = (records[0].taken_at - records[0].taken) * 1e6
-        trace["otherData"] = {"clock": _clock(), "epoch_us": epoch}
+        trace["otherData"] = {"clock": host_clock(), "epoch_us": epoch}
     return trace
 
 
@@ -71,10 +75,10 @@ def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 pids[event["pid"]] = groups
             moved = {"ts": event["ts"] + later} if later and "ts" in event else {}
             events.append({**event, **moved, "pid": pids[event["pid"]]})
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": first}
 
 
-def _clock() -> str:
+def host_clock() -> str:
     """Return an id of this host's monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -89,7 +93,7 @@ def write_trace(path: str | os.PathLike[str], trace: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[TextIO]:
+def replacing(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]:
     """Yield a new file to write to, which takes the place of ``path`` in the end, or is deleted after an
     error.
 
@@ -99,7 +103,7 @@ def replacing(path: str | Path) -> Iterator[TextIO]:
     new = f"{path}.{secrets.token_hex(8)}.new"
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(descriptor, "wb") if binary else open(descriptor, "w", encoding="utf-8") as file:
             yield file
         os.replace(new, path)
     except BaseException:
@@ -116,13 +120,15 @@ def _group(pid: int, record: GroupRecord) -> list[Event]:
     )
     if len(record.hosts) == 1:
         named += f", on host {record.hosts[0].name}"
-    events = [_named("process_name", pid, 0, {"name": named})]
+    whose = {"name": named, "group": record.group, "size": record.size}
+    events = [_named("process_name", pid, 0, whose)]
     host_of = {rank: host.name for host in record.hosts for rank in host.ranks}
     for rank in record.ranks:
         on = f" on host {host_of[rank.rank]}" if len(record.hosts) > 1 else ""
         what = f"did not answer{on}" if rank.presence == "unknown" else f"pid {rank.pid}{on}"
-        names = {"name": f"rank {rank.rank} ({what})"}
-        events.append(_named("thread_name", pid, rank.rank, names))
+        names = {"name": f"rank {rank.rank} ({what})", "pid": rank.pid, "host": host_of.get(rank.rank, "")}
+        calls = [list(vars(each).values()) for each in rank.calls]
+        events.append(_named("thread_name", pid, rank.rank, {**names, **({"calls": calls} if calls else {})}))
         events.append(_named("thread_sort_index", pid, rank.rank, {"sort_index": rank.rank}))
         events += [_slice(pid, rank, entry, record.taken) for entry in rank.operations]
         for entry in rank.messages:
@@ -130,7 +136,9 @@ def _group(pid: int, record: GroupRecord) -> list[Event]:
                 events.append(_slice(pid, rank, entry, record.taken))
             else:
                 events += _background(pid, rank, entry, record.taken)
-    events += _arrows(pid, record)
+        for number, span in enumerate(rank.spans):
+            events += _span(pid, rank, number, span)
+    events += _flow_events(pid, record)
     if record.aborted is not None:
         instant = {"ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": record.taken * 1e6}
         events.append({**instant, "name": "the group was aborted", "args": {"why": record.aborted}})
@@ -188,7 +196,18 @@ def _background(pid: int, rank: RankRecord, entry: FlightEntry, taken: float) ->
     ]
 
 
-def _arrows(pid: int, record: GroupRecord) -> list[Event]:
+def _span(pid: int, rank: RankRecord, number: int, span: Span) -> list[Event]:
+    """Return a part of a training step, which may overlap with operations and other parts."""
+    name = span.kind if span.index is None else f"{span.kind} {span.index}"
+    both = {"name": name, "cat": SPAN, "pid": pid, "tid": rank.rank, "id": f"{pid}.{rank.rank}.span.{number}"}
+    told = {"kind": span.kind, "step": span.step, "index": span.index, "bytes": span.nbytes}
+    return [
+        {**both, "ph": "b", "ts": span.started * 1e6, "args": told},
+        {**both, "ph": "e", "ts": max(span.started, span.ended) * 1e6},
+    ]
+
+
+def _flow_events(pid: int, record: GroupRecord) -> list[Event]:
     calls: dict[int, list[tuple[int, FlightEntry]]] = {}
     for each in record.ranks:
         for entry in each.operations:

@@ -10,6 +10,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from torchestra.store.unreadable import unpacked
+
+_MAX_BYTES = 1 << 28  # that it can have before it is packed
+
 
 class Hosts:
     """The hosts of a group, in the order of their lowest ranks.
@@ -37,9 +41,9 @@ class Hosts:
         self._table: npt.NDArray[np.uint32] = np.zeros(sum(map(len, members)), dtype=np.uint32)
         for host, index in enumerate(order):
             self._table[list(members[index])] = host
-        self._settle()
+        self._count_rails()
 
-    def _settle(self) -> None:
+    def _count_rails(self) -> None:
         self.size = len(self._table)
         self.rails = int(np.bincount(self._table).min())
 
@@ -100,10 +104,19 @@ class Hosts:
 
     @classmethod
     def decode(cls, packed: bytes) -> Hosts:
-        """Read the output of :meth:`encode`."""
-        names, _, table = zlib.decompress(packed).partition(b"\0\0")
+        """Read the output of :meth:`encode`.
+
+        Raises:
+            ValueError, zlib.error: it is something else.
+        """
+        names, _, table = unpacked(packed, _MAX_BYTES).partition(b"\0\0")
         made = cls.__new__(cls)
         made.names = tuple(names.decode().split("\0"))
         made._table = np.frombuffer(table, dtype=np.uint32)
-        made._settle()
+        hosts = len(made.names)
+        ranks = made._table
+        # Not np.unique, which imports numpy.ma at its first call: 50 ms, for which a whole job waits.
+        if not len(ranks) or ranks.max() >= hosts or not np.bincount(ranks, minlength=hosts).all():
+            raise ValueError("a host without ranks, or ranks without a host")
+        made._count_rails()
         return made

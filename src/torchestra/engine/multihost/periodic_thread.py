@@ -7,19 +7,19 @@ import threading
 from collections.abc import Callable
 
 
-class PeriodicLook:
+class PeriodicThread:
     """Call a function in a thread, repeatedly; the first :meth:`start` starts the thread.
 
     Args:
         name: of the thread.
-        look: returns after how many seconds to call it again.
+        call: returns after how many seconds to call it again.
     """
 
-    def __init__(self, name: str, look: Callable[[], float]) -> None:
+    def __init__(self, name: str, call: Callable[[], float]) -> None:
         self._name = name
-        self._look = look
+        self._call = call
         self._ended = threading.Event()
-        self._stirred = threading.Event()
+        self._woken = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -36,20 +36,20 @@ class PeriodicLook:
                     # In the context of the rank that makes it, so that callbacks know which rank they are of.
                     run = contextvars.copy_context().run
                     self._thread = threading.Thread(
-                        target=run, args=(self._go_on,), name=self._name, daemon=True
+                        target=run, args=(self._run,), name=self._name, daemon=True
                     )
                     self._thread.start()
 
-    def stir(self) -> None:
+    def wake(self) -> None:
         """Make the thread look now."""
-        self._stirred.set()
+        self._woken.set()
 
     def end(self) -> None:
         """Make the thread end."""
         self._ended.set()
-        self._stirred.set()
+        self._woken.set()
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         while not self._ended.is_set():
-            self._stirred.wait(self._look())
-            self._stirred.clear()
+            self._woken.wait(self._call())
+            self._woken.clear()

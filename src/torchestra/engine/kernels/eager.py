@@ -4,7 +4,7 @@ In broadcast and scatter the root writes its pieces and goes on, while the other
 and gather the root waits for all others, who go on. So a rank may have ended an operation that a peer has not
 begun, WINDOW - 1 of them at most (waiting.py).
 
-Why nothing is lost. A piece lies in the flag line of its operation, or in the early slot n modulo WINDOW,
+Why nothing is lost. A piece lies in the flag line of its operation, or in the eager slot n modulo WINDOW,
 which the owner writes again in operation n + WINDOW at the earliest. To begin that, it has seen all peers
 begin operation n + 1, so they have read the piece. The arena stays until the last rank has closed it, so a
 rank that destroys the group, or ends, after it has published leaves its piece to those who come later.
@@ -18,7 +18,7 @@ That ranks have called different things is found by whoever reads a piece, befor
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import early_piece, peer_slot
+from torchestra.engine.kernels.buffers import eager_piece, peer_slot
 from torchestra.engine.kernels.waiting import (
     await_piece,
     end_posted,
@@ -37,14 +37,14 @@ RANK, SIZE, RESUME, POINTERS, SOURCES, TARGETS = (
     at.TARGETS,
 )
 PLAN_CONTEXT, PLAN_META, PLAN_ROOT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_ROOT
-DONE, EARLY, APART = at.DONE, at.EARLY, at.WINDOW - 1
+DONE, EAGER, APART = at.DONE, at.EAGER, at.WINDOW - 1
 
 
 @kernel
-def early_broadcast(plan, count, address, length):
+def eager_broadcast(plan, count, address, length):
     """The root leaves its tensor, of ``length`` bytes, and goes on."""
     context = load(plan + PLAN_CONTEXT)
-    meta = load(plan + PLAN_META) | EARLY
+    meta = load(plan + PLAN_META) | EAGER
     root = load(plan + PLAN_ROOT)
     rank = load(context + RANK)
     if load(context + RESUME) <= 0:
@@ -52,22 +52,22 @@ def early_broadcast(plan, count, address, length):
         if code != DONE:
             return code
         if rank == root:
-            memcpy(early_piece(context, rank, length), address, length)
+            memcpy(eager_piece(context, rank, length), address, length)
         post(context, meta, count)
     if rank != root:
         code = await_piece(context, root, meta, count)
         if code != DONE:
             return code
-        memcpy(address, early_piece(context, root, length), length)
+        memcpy(address, eager_piece(context, root, length), length)
     end_posted(context)
     return DONE
 
 
 @kernel
-def early_scatter(plan, count, target, length):
+def eager_scatter(plan, count, target, length):
     """The root leaves a piece of ``length`` bytes for each rank, one after the other, and goes on."""
     context = load(plan + PLAN_CONTEXT)
-    meta = load(plan + PLAN_META) | EARLY
+    meta = load(plan + PLAN_META) | EAGER
     root = load(plan + PLAN_ROOT)
     rank = load(context + RANK)
     size = load(context + SIZE)
@@ -79,24 +79,24 @@ def early_scatter(plan, count, target, length):
         if rank == root:
             sources = load(context + SOURCES)
             for peer in range(size):
-                place = early_piece(context, rank, total) + peer_slot(context, rank, peer) * length
-                memcpy(target if peer == rank else place, load(sources + peer * 8), length)
+                destination = eager_piece(context, rank, total) + peer_slot(context, rank, peer) * length
+                memcpy(target if peer == rank else destination, load(sources + peer * 8), length)
         post(context, meta, count)
     if rank != root:
         code = await_piece(context, root, meta, count)
         if code != DONE:
             return code
-        piece = early_piece(context, root, total) + peer_slot(context, root, rank) * length
+        piece = eager_piece(context, root, total) + peer_slot(context, root, rank) * length
         memcpy(target, piece, length)
     end_posted(context)
     return DONE
 
 
 @kernel
-def early_gather(plan, count, source, length):
+def eager_gather(plan, count, source, length):
     """All leave their tensors, of ``length`` bytes; the root, which has the table TARGETS, waits for them."""
     context = load(plan + PLAN_CONTEXT)
-    meta = load(plan + PLAN_META) | EARLY
+    meta = load(plan + PLAN_META) | EAGER
     moved = load(context + SIZE) * length
     code = _leave_for_root(context, meta, count, source, length, load(plan + PLAN_ROOT), moved)
     if code != DONE:
@@ -105,7 +105,7 @@ def early_gather(plan, count, source, length):
     if rank == load(plan + PLAN_ROOT):
         for peer in range(load(context + SIZE)):
             target = load(load(context + TARGETS) + peer * 8)
-            piece = source if peer == rank else early_piece(context, peer, length)
+            piece = source if peer == rank else eager_piece(context, peer, length)
             if target != piece:
                 memcpy(target, piece, length)
     end_posted(context)
@@ -113,17 +113,17 @@ def early_gather(plan, count, source, length):
 
 
 @kernel
-def early_reduce(context, meta, count, address, unit, function, root):
+def eager_reduce(context, meta, count, address, unit, function, root):
     """All leave their tensors; the root waits for them, and reduces them into its own."""
     length = count * unit
-    code = _leave_for_root(context, meta | EARLY, count, address, length, root, length)
+    code = _leave_for_root(context, meta | EAGER, count, address, length, root, length)
     if code != DONE:
         return code
     rank = load(context + RANK)
     if rank == root:
         pointers = load(context + POINTERS)
         for peer in range(load(context + SIZE)):
-            store(pointers + peer * 8, early_piece(context, peer, length))
+            store(pointers + peer * 8, eager_piece(context, peer, length))
         store(pointers + rank * 8, address)
         call_reduction(function, address, pointers, load(context + SIZE), count)
     end_posted(context)
@@ -139,7 +139,7 @@ def _leave_for_root(context, meta, count, source, length, root, moved):
         if code != DONE:
             return code
         if rank != root:
-            memcpy(early_piece(context, rank, length), source, length)
+            memcpy(eager_piece(context, rank, length), source, length)
         post(context, meta, count)
     if rank != root:
         return DONE

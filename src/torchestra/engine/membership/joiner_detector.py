@@ -1,0 +1,91 @@
+"""Find out which of those that wait to be let in live.
+
+A joiner whose process can be seen from here is dead when that has ended. Any joiner is dead when its count of
+heartbeats in the store has stood still for the heartbeat bound, counted by a clock that stands still while
+this process does; and it is gone when its request is off the list, as its own error takes it off. One that
+cannot be seen from here lives once that count has changed since it was first read: a request may be all that
+is left of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from torchestra.engine.membership.admission import Admission, JoinRequest
+from torchestra.store.process import ProcessIdentity
+from torchestra.system.deadline import Deadline, RunningClock
+
+HEARTBEATS_PER_BOUND = 8
+_LONGEST_INTERVAL_S = 0.25
+_SETTLING_S = 0.01
+
+
+def heartbeat_interval(bound_s: float) -> float:
+    """Return the seconds from a joiner's heartbeat to the next, for a heartbeat bound."""
+    return min(_LONGEST_INTERVAL_S, bound_s / HEARTBEATS_PER_BOUND)
+
+
+@dataclass
+class _Observed:
+    """A joiner's last count of heartbeats, when it was first read, and whether the joiner lives."""
+
+    count: bytes
+    lives: bool
+    clock: RunningClock = field(default_factory=RunningClock)
+    since: float = 0.0
+
+
+class JoinerDetector:
+    """One rank's view of the joiners."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._interval_s = heartbeat_interval(admission.bound_s)
+        self._observed: dict[str, _Observed] = {}
+        self._polled_at = -self._interval_s
+        self._listed: set[str] = set()
+
+    def waiting(self) -> list[JoinRequest]:
+        """Return the requests of those that wait and are known to live; take the dead off the list."""
+        requests = self._admission.waiting()
+        counts = self._admission.heartbeats(requests)
+        dead = [
+            request for request, count in zip(requests, counts, strict=True) if self._is_dead(request, count)
+        ]
+        self._admission.remove({request.number for request in dead})
+        self._listed = {request.number for request in requests if request not in dead}
+        self._observed = {number: seen for number, seen in self._observed.items() if number in self._listed}
+        self._polled_at = time.monotonic()
+        return [
+            request
+            for request in requests
+            if request.number in self._listed and self._observed[request.number].lives
+        ]
+
+    def wait_until_known(self) -> list[JoinRequest]:
+        """Do as :meth:`waiting`, after it has become known of each joiner whether it lives."""
+        deadline = Deadline(4 * self._interval_s)
+        found = self.waiting()
+        while len(found) < len(self._listed) and not deadline.expired():
+            time.sleep(_SETTLING_S)
+            found = self.waiting()
+        return found
+
+    def lost(self, requests: dict[str, ProcessIdentity]) -> bool:
+        """Return whether one of some joiners is gone; the store's heartbeats may be an interval old."""
+        if any(process.is_dead() for process in requests.values()):
+            return True
+        if time.monotonic() - self._polled_at > self._interval_s:
+            self.waiting()
+        return not self._listed.issuperset(requests)
+
+    def _is_dead(self, request: JoinRequest, count: bytes) -> bool:
+        if request.process.is_dead():
+            return True
+        seen = self._observed.get(request.number)
+        if seen is None:
+            self._observed[request.number] = _Observed(count, request.process.is_alive())
+        elif seen.count != count:
+            seen.count, seen.lives, seen.since = count, True, seen.clock.elapsed()
+        return seen is not None and seen.clock.elapsed() - seen.since > self._admission.bound_s

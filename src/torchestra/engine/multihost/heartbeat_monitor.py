@@ -1,0 +1,87 @@
+"""The failure detector of a host's leader: it pings, and tells outside readers about other hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+from torchestra.engine import layout as at
+from torchestra.engine.failure.hang_report import hang_report
+from torchestra.engine.multihost.failure_detector import FailureDetector
+from torchestra.engine.multihost.record_publisher import RecordPublisher, RemoteHost
+from torchestra.engine.multihost.remote_records import on_this_clock
+from torchestra.engine.recorder.flight_entries import HostRecord
+from torchestra.engine.recorder.flight_record import read_flight_record
+from torchestra.errors import named
+from torchestra.transport.message import Message
+
+_ENTRIES = 16  # of each rank, for readers outside of the job
+
+
+class HeartbeatMonitor(FailureDetector):
+    """The detector of a host's leader, with the thread that pings; arguments as :class:`FailureDetector`."""
+
+    _publisher: RecordPublisher | None = None
+
+    def start(self) -> None:
+        """Begin to ping, and to answer readers outside of the job, once the detector is attached."""
+        name = f"{self._context.name}-{self.host}"
+        threading.Thread(target=self._run, name=f"torchestra-heartbeat-{name}", daemon=True).start()
+        self._publisher = RecordPublisher(self._context.arena, self._remote_hosts)
+        self._publisher.start(f"torchestra-records-{name}")
+
+    def leave(self) -> None:
+        super().leave()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _arrived(self, message: Message) -> None:
+        """Take a message, and note for readers outside of the job that its host lives."""
+        host = self.hosts.host_of[message.source]
+        if host < at.HEARTBEAT_HOSTS:
+            arena, entry = self._context.arena, at.HEARTBEATS_AT + host * at.HEARTBEAT_BYTES
+            arena.store_word(entry + at.HEARTBEAT_NANOSECONDS, time.monotonic_ns())
+            arena.store_word(entry + at.HEARTBEAT_COUNT, arena.load_word(entry + at.HEARTBEAT_COUNT) + 1)
+        super()._arrived(message)
+
+    def _remote_hosts(self) -> tuple[RemoteHost, ...]:
+        """Return what the ranks of the other hosts do; takes some seconds if one does not answer."""
+        answers = self.ask_what_they_did(_ENTRIES)
+        own = read_flight_record(self._context.arena, 0)
+        found = []
+        for host in self._others:
+            ranks, name = self.hosts.on(host), self.hosts.names[host]
+            if (answer := answers.get(host)) is not None:
+                record = on_this_clock(answer, name, ranks)
+            else:
+                record = replace(own, ranks=(), hosts=(HostRecord(name, tuple(ranks), answered=False),))
+            found.append(RemoteHost(record, tuple(sorted(self.dead.intersection(ranks)))))
+        return tuple(found)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self.check()
+            self._closed.wait(self._interval)
+
+    def check(self) -> None:
+        """Ping the hosts that this one watches, and give up those that have been silent for too long."""
+        watched = self._watched()
+        for host in watched:
+            self.ping(host)
+        for host in self._suspect(watched) - self.silent:
+            self.silent.add(host)
+            ranks = self.hosts.on(host)
+            self._abort_aside(
+                f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
+                " it is down, or the network to it is",
+                ranks,
+                hang_report([self._silence(host)], self._context.group_rank),
+            )
+
+    def _watched(self) -> list[int]:
+        """Return the hosts that this one pings: all others if it is the coordinator, else that one."""
+        gone = self.dead | self.left
+        leaders = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
+        coordinator = next((host for host, leader in leaders if leader not in gone), self.host)
+        return self._others if coordinator == self.host else [coordinator]

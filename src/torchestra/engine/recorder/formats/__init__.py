@@ -1,0 +1,1 @@
+"""The formats of other tools in which a flight record can be written."""
