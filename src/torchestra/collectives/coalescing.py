@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function
 
 from torchestra.arguments.annotations import checked
 from torchestra.arguments.options import AllgatherOptions, AllreduceCoalescedOptions
-from torchestra.collectives.functions import _member, irecv, isend
+from torchestra.collectives.functions import irecv, isend
+from torchestra.collectives.group_arguments import member_of
 from torchestra.communicator.device_routing import serving_message
 from torchestra.communicator.queue import describe_coalesced
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember
 from torchestra.tensors import checks
+from torchestra.tensors.override import as_tuple, overridden
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, default_group
 
@@ -49,8 +52,10 @@ def all_reduce_coalesced(
         InvalidArgumentError: the list is empty, or dtypes differ in it; and as the functions of
             collectives.py.
     """
+    if has_torch_function(relevant := as_tuple(tensors)):
+        return overridden(all_reduce_coalesced, relevant, tensors, op=op, group=group, async_op=async_op)
     name = "all_reduce_coalesced"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return None
     given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -83,8 +88,17 @@ def all_gather_coalesced(
         InvalidArgumentError: there are not as many lists as ranks, or one does not match the inputs; and as
             the functions of collectives.py.
     """
+    if has_torch_function(relevant := as_tuple(input_tensor_list)):
+        return overridden(
+            all_gather_coalesced,
+            relevant,
+            output_tensor_lists,
+            input_tensor_list,
+            group=group,
+            async_op=async_op,
+        )
     name = "all_gather_coalesced"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return None
     inputs = checks.check_tensor_list(input_tensor_list, "input_tensor_list", name)
@@ -145,7 +159,7 @@ def coalescing_manager(
         async_ops: whether the end of the block only begins the operation; ``wait()`` of the manager that the
             block is given waits for it.
     """
-    member = default_group() if group is None else _member(group, "coalescing_manager")
+    member = default_group() if group is None else member_of(group, "coalescing_manager")
     manager = CoalescingManager()
     if member is None:
         yield manager

@@ -13,12 +13,13 @@ NotInitializedError.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
+from torch.overrides import has_torch_function, has_torch_function_unary
 
-from torchestra.arguments.annotations import checked, refuse_type
+from torchestra.arguments.annotations import checked
+from torchestra.collectives.group_arguments import member_of, root_of, sender_of
 from torchestra.communicator.work import Work
 from torchestra.engine.operations import (
     ALL_TO_ALL,
@@ -26,11 +27,10 @@ from torchestra.engine.operations import (
     SCATTER,
 )
 from torchestra.engine.thread_ranks import current_thread_rank
-from torchestra.errors import InvalidArgumentError, shown
-from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.tensors import checks
+from torchestra.tensors.override import as_tuple, overridden
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
-from torchestra.world.init import AnyGroup, default_group, get_rank, is_initialized
+from torchestra.world.init import AnyGroup, default_group
 from torchestra.world.registry import process_world
 
 __all__ = [
@@ -61,49 +61,6 @@ __all__ = [
 _NO_TAG = 0
 
 
-def warn_not_in_group(group: NonMember, name: str, stacklevel: int = 4) -> None:
-    """Warn, in torch's words and at the calling line, that a function does nothing on this rank."""
-    rank = get_rank() if is_initialized() else -1
-    warnings.warn(
-        f"Running {name} on global rank {rank} which does not belong to the given group: this rank is"
-        f" {group!r}. Nothing is done.",
-        stacklevel=stacklevel,
-    )
-
-
-def _member(group: AnyGroup, name: str, stacklevel: int = 4) -> ProcessGroup | None:
-    """Return the group, or None with a warning if this rank is not in it."""
-    if isinstance(group, ProcessGroup):
-        return group
-    if isinstance(group, NonMember):
-        warn_not_in_group(group, name, stacklevel)
-        return None
-    return refuse_type(name, "group", "a ProcessGroup", group)
-
-
-def _root(
-    group: ProcessGroup,
-    rank: int | None,
-    group_rank: int | None,
-    parameter: str,
-    name: str,
-    default: int | None = None,
-) -> int:
-    """Return the root in the group's numbering, from a global or a group rank."""
-    if group_rank is None and rank is not None:
-        return group.to_group_rank(rank, parameter, name)
-    if rank is not None:
-        raise InvalidArgumentError(
-            f"{name}: give `{parameter}` or `group_{parameter}`, not both; got {shown(rank)} and"
-            f" {shown(group_rank)}"
-        )
-    if group_rank is not None:
-        return checks.check_rank(group_rank, group.size(), f"group_{parameter}", name)
-    if default is None:
-        raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`")
-    return default
-
-
 def all_reduce(
     tensor: torch.Tensor,
     op: ReduceOp = ReduceOp.SUM,
@@ -111,9 +68,11 @@ def all_reduce(
     async_op: bool = False,
 ) -> Work | None:
     """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same."""
+    if has_torch_function_unary(tensor):
+        return overridden(all_reduce, (tensor,), tensor, op=op, group=group, async_op=async_op)
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "all_reduce")
+        member = default_group() if group is None else member_of(group, "all_reduce")
     if member is None:
         return None
     return member.communicator.all_reduce(tensor, op, async_op)
@@ -128,10 +87,14 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others do not change."""
-    member = default_group() if group is None else _member(group, "reduce")
+    if has_torch_function_unary(tensor):
+        return overridden(
+            reduce, (tensor,), tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst
+        )
+    member = default_group() if group is None else member_of(group, "reduce")
     if member is None:
         return None
-    root = _root(member, dst, group_dst, "dst", "reduce")
+    root = root_of(member, dst, group_dst, "dst", "reduce")
     return member.communicator.reduce(tensor, op, root, async_op)
 
 
@@ -143,12 +106,16 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Replace the tensor on every rank by that of rank ``src``."""
+    if has_torch_function_unary(tensor):
+        return overridden(
+            broadcast, (tensor,), tensor, src=src, group=group, async_op=async_op, group_src=group_src
+        )
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "broadcast")
+        member = default_group() if group is None else member_of(group, "broadcast")
     if member is None:
         return None
-    root = _root(member, src, group_src, "src", "broadcast")
+    root = root_of(member, src, group_src, "src", "broadcast")
     return member.communicator.broadcast(tensor, root, async_op)
 
 
@@ -159,7 +126,9 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
-    member = default_group() if group is None else _member(group, "all_gather")
+    if has_torch_function_unary(tensor):
+        return overridden(all_gather, (tensor,), tensor_list, tensor, group=group, async_op=async_op)
+    member = default_group() if group is None else member_of(group, "all_gather")
     if member is None:
         return None
     return member.communicator.all_gather(tensor_list, tensor, async_op)
@@ -175,9 +144,18 @@ def all_gather_into_tensor(
 
     The output has as many elements as all inputs together: concatenated in dimension 0, or stacked.
     """
+    if has_torch_function_unary(input_tensor):
+        return overridden(
+            all_gather_into_tensor,
+            (input_tensor,),
+            output_tensor,
+            input_tensor,
+            group=group,
+            async_op=async_op,
+        )
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "all_gather_into_tensor")
+        member = default_group() if group is None else member_of(group, "all_gather_into_tensor")
     if member is None:
         return None
     return member.communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
@@ -195,10 +173,21 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
-    member = default_group() if group is None else _member(group, "gather")
+    if has_torch_function_unary(tensor):
+        return overridden(
+            gather,
+            (tensor,),
+            tensor,
+            gather_list=gather_list,
+            dst=dst,
+            group=group,
+            async_op=async_op,
+            group_dst=group_dst,
+        )
+    member = default_group() if group is None else member_of(group, "gather")
     if member is None:
         return None
-    root = _root(member, dst, group_dst, "dst", "gather", GATHER.default_root)
+    root = root_of(member, dst, group_dst, "dst", "gather", GATHER.default_root)
     return member.communicator.gather(gather_list, tensor, root, async_op)
 
 
@@ -211,10 +200,21 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
-    member = default_group() if group is None else _member(group, "scatter")
+    if has_torch_function_unary(tensor):
+        return overridden(
+            scatter,
+            (tensor,),
+            tensor,
+            scatter_list=scatter_list,
+            src=src,
+            group=group,
+            async_op=async_op,
+            group_src=group_src,
+        )
+    member = default_group() if group is None else member_of(group, "scatter")
     if member is None:
         return None
-    root = _root(member, src, group_src, "src", "scatter", SCATTER.default_root)
+    root = root_of(member, src, group_src, "src", "scatter", SCATTER.default_root)
     return member.communicator.scatter(tensor, scatter_list, root, async_op)
 
 
@@ -226,7 +226,11 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
-    member = default_group() if group is None else _member(group, "reduce_scatter")
+    if has_torch_function_unary(output):
+        return overridden(
+            reduce_scatter, (output,), output, input_list, op=op, group=group, async_op=async_op
+        )
+    member = default_group() if group is None else member_of(group, "reduce_scatter")
     if member is None:
         return None
     return member.communicator.reduce_scatter(output, input_list, op, async_op)
@@ -240,9 +244,13 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the inputs of all ranks and put piece p of the result into the output of rank p."""
+    if has_torch_function_unary(input):
+        return overridden(
+            reduce_scatter_tensor, (input,), output, input, op=op, group=group, async_op=async_op
+        )
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "reduce_scatter_tensor")
+        member = default_group() if group is None else member_of(group, "reduce_scatter_tensor")
     if member is None:
         return None
     return member.communicator.reduce_scatter_tensor(output, input, op, async_op)
@@ -258,7 +266,11 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Send ``input_tensor_list[p]`` to rank p, and receive its tensor into ``output_tensor_list[p]``."""
-    member = default_group() if group is None else _member(group, "all_to_all")
+    if has_torch_function(inputs := as_tuple(input_tensor_list)):
+        return overridden(
+            all_to_all, inputs, output_tensor_list, input_tensor_list, group=group, async_op=async_op
+        )
+    member = default_group() if group is None else member_of(group, "all_to_all")
     if member is None:
         return None
     return member.communicator.collective(
@@ -278,9 +290,20 @@ def all_to_all_single(
 
     Split sizes count rows (dimension 0) per rank; None stands for equal ranges.
     """
+    if has_torch_function_unary(input):
+        return overridden(
+            all_to_all_single,
+            (input,),
+            output,
+            input,
+            output_split_sizes=output_split_sizes,
+            input_split_sizes=input_split_sizes,
+            group=group,
+            async_op=async_op,
+        )
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "all_to_all_single")
+        member = default_group() if group is None else member_of(group, "all_to_all_single")
     if member is None:
         return None
     return member.communicator.all_to_all_single(
@@ -299,7 +322,9 @@ def scan(
     Ranks are ordered by their numbers within the group. This is MPI's inclusive scan; AVG divides by the
     number of ranks in the reduction. Tensors of GPUs go through the host.
     """
-    member = default_group() if group is None else _member(group, "scan")
+    if has_torch_function_unary(tensor):
+        return overridden(scan, (tensor,), tensor, op=op, group=group, async_op=async_op)
+    member = default_group() if group is None else member_of(group, "scan")
     if member is None:
         return None
     return member.communicator.scan(tensor, op, async_op)
@@ -316,7 +341,9 @@ def exscan(
     The tensor of rank 0 of the group does not change (in MPI's exclusive scan it is undefined). Otherwise as
     :func:`scan`.
     """
-    member = default_group() if group is None else _member(group, "exscan")
+    if has_torch_function_unary(tensor):
+        return overridden(exscan, (tensor,), tensor, op=op, group=group, async_op=async_op)
+    member = default_group() if group is None else member_of(group, "exscan")
     if member is None:
         return None
     return member.communicator.exscan(tensor, op, async_op)
@@ -331,7 +358,7 @@ def barrier(
     """Return when all ranks of the group have called. ``device_ids`` has no meaning on the CPU."""
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "barrier")
+        member = default_group() if group is None else member_of(group, "barrier")
     if member is None:
         return None
     if device_ids is not None:
@@ -357,7 +384,7 @@ def monitored_barrier(
         RankFailedError: a rank has died.
         GroupAbortedError: on another rank: rank 0 has given up. The group can no longer be used then.
     """
-    member = default_group() if group is None else _member(group, "monitored_barrier")
+    member = default_group() if group is None else member_of(group, "monitored_barrier")
     if member is not None:
         member.monitored_barrier(timeout, wait_all_ranks)
 
@@ -375,16 +402,19 @@ def send(
     received yet. Messages with the same tag between two ranks arrive in the order in which they were sent.
     A time-out before anything was sent leaves the group usable.
     """
+    if has_torch_function_unary(tensor):
+        overridden(send, (tensor,), tensor, dst=dst, group=group, tag=tag, group_dst=group_dst)
+        return
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "send")
+        member = default_group() if group is None else member_of(group, "send")
     if member is None:
         return
     ranks = member.ranks  # usually a range, which is asked inline: a call takes longer than the message
     if group_dst is None and dst.__class__ is int and ranks.__class__ is range and dst in ranks:
         peer = ranks.index(dst)
     else:
-        peer = _root(member, dst, group_dst, "dst", "send")
+        peer = root_of(member, dst, group_dst, "dst", "send")
     member.communicator.send(tensor, peer, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
 
 
@@ -401,14 +431,16 @@ def recv(
     size is discarded with a DistBackendError that describes it. A time-out before anything was received
     leaves the group usable.
     """
+    if has_torch_function_unary(tensor):
+        return overridden(recv, (tensor,), tensor, src=src, group=group, tag=tag, group_src=group_src)
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
-        member = default_group() if group is None else _member(group, "recv")
+        member = default_group() if group is None else member_of(group, "recv")
     if member is None:
         return -1
     ranks = member.ranks  # as in send
     known = group_src is None and src.__class__ is int and ranks.__class__ is range and src in ranks
-    source = ranks.index(src) if known else _sender(member, src, group_src, "recv")
+    source = ranks.index(src) if known else sender_of(member, src, group_src, "recv")
     if tag is not _NO_TAG:
         tag = checks.check_tag(tag, "recv")
     found = member.communicator.recv(tensor, source, tag)
@@ -423,10 +455,12 @@ def isend(
     group_dst: int | None = None,
 ) -> Work | None:
     """Begin to :func:`send`; the tensor must not be changed until the work is done."""
-    member = default_group() if group is None else _member(group, "isend")
+    if has_torch_function_unary(tensor):
+        return overridden(isend, (tensor,), tensor, dst=dst, group=group, tag=tag, group_dst=group_dst)
+    member = default_group() if group is None else member_of(group, "isend")
     if member is None:
         return None
-    root = _root(member, dst, group_dst, "dst", "isend")
+    root = root_of(member, dst, group_dst, "dst", "isend")
     return member.communicator.isend(tensor, root, checks.check_tag(tag, "isend"))
 
 
@@ -438,15 +472,10 @@ def irecv(
     group_src: int | None = None,
 ) -> Work | None:
     """Begin to :func:`recv`; the tensor must not be touched until the work is done."""
-    member = default_group() if group is None else _member(group, "irecv")
+    if has_torch_function_unary(tensor):
+        return overridden(irecv, (tensor,), tensor, src=src, group=group, tag=tag, group_src=group_src)
+    member = default_group() if group is None else member_of(group, "irecv")
     if member is None:
         return None
-    source = _sender(member, src, group_src, "irecv")
+    source = sender_of(member, src, group_src, "irecv")
     return member.communicator.irecv(tensor, source, checks.check_tag(tag, "irecv"))
-
-
-def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:
-    """Return the rank to receive from in the group's numbering, or None for any."""
-    if rank is None and group_rank is None:
-        return None
-    return _root(group, rank, group_rank, "src", name)

@@ -20,7 +20,7 @@ from typing import Any, Union
 import torch
 
 from torchestra.arguments.annotations import checked
-from torchestra.collectives.functions import _member, _root, _sender
+from torchestra.collectives.group_arguments import member_of, root_of, sender_of
 from torchestra.engine.operations import ALL_GATHER, ALL_TO_ALL, SCATTER
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
 from torchestra.process_group import ProcessGroup
@@ -43,10 +43,10 @@ Device = Union[torch.device, str, int]
 def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup | None = None) -> None:
     """Put the object of rank p of the group into ``object_list[p]`` on every rank, a copy on its own too."""
     name = "all_gather_object"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return
-    _check_places(object_list, "object_list", member.size(), name)
+    _check_length(object_list, "object_list", member.size(), name)
     all_packed = _collect(member, obj, None, name)
     _unpack_each(all_packed, object_list, member, name)
 
@@ -64,10 +64,10 @@ def gather_object(
     On the other ranks ``object_gather_list`` must be None.
     """
     name = "gather_object"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return
-    root = _root(member, dst, group_dst, "dst", name, default=0)
+    root = root_of(member, dst, group_dst, "dst", name, default=0)
     if member.rank() != root:
         if object_gather_list:
             raise InvalidArgumentError(
@@ -78,7 +78,7 @@ def gather_object(
             f"{name}: Argument ``object_gather_list`` must be specified on destination rank."
         )
     else:
-        _check_places(object_gather_list, "object_gather_list", member.size(), name)
+        _check_length(object_gather_list, "object_gather_list", member.size(), name)
     all_packed = _collect(member, obj, root, name)
     if object_gather_list is not None and member.rank() == root:
         _unpack_each(all_packed, object_gather_list, member, name)
@@ -98,12 +98,12 @@ def broadcast_object_list(
     objects go through memory of the host, and tensors in them keep their device.
     """
     name = "broadcast_object_list"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return
     _check_list(object_list, "object_list", name)
     _check_device(device, name)
-    root = _root(member, src, group_src, "src", name, default=0)
+    root = root_of(member, src, group_src, "src", name, default=0)
     communicator, is_source = member.communicator, member.rank() == root
     own, error = _packed(object_list, name) if is_source else (None, None)
     with communicator.queue.abort_on_error(name):
@@ -135,14 +135,14 @@ def scatter_object_list(
     ``src`` is by default the group's rank 0; the other ranks' input lists are ignored.
     """
     name = "scatter_object_list"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise InvalidArgumentError(
             f"{name}: Expected argument scatter_object_output_list to be a list of size at least 1."
         )
-    root = _root(member, src, group_src, "src", name, default=0)
+    root = root_of(member, src, group_src, "src", name, default=0)
     communicator, size = member.communicator, member.size()
     outgoing: list[PackedObjects] | None = None
     error: Exception | None = None
@@ -194,13 +194,13 @@ def send_object_list(
     The objects go as messages with tag 0, and keep their order among those.
     """
     name = "send_object_list"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return
     if not isinstance(object_list, (list, tuple)):
         raise InvalidArgumentTypeError(f"{name}: `object_list` must be a list, got {object_list!r}")
     _check_device(device, name)
-    rank = _root(member, dst, group_dst, "dst", name)
+    rank = root_of(member, dst, group_dst, "dst", name)
     _check_not_self(member, rank, "destination", name)
     packed = PackedObjects.of(object_list, name)
     send = member.communicator.send
@@ -229,12 +229,12 @@ def recv_object_list(
         The global rank that sent; -1 on a rank that is not in the group.
     """
     name = "recv_object_list"
-    member = default_group() if group is None else _member(group, name)
+    member = default_group() if group is None else member_of(group, name)
     if member is None:
         return -1
     _check_list(object_list, "object_list", name)
     _check_device(device, name)
-    source = _sender(member, src, group_src, name)
+    source = sender_of(member, src, group_src, name)
     if source is not None:
         _check_not_self(member, source, "source", name)
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
@@ -329,7 +329,7 @@ def _failure(
         return own
     reasons = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
     return ObjectTransferError(
-        f"{name} of group {member.group_name!r}: an object could not be pickled where it is,"
+        f"{name} of group {member.group_name!r}: an object could not be pickled,"
         f" {reasons}. No object was moved; the group stays usable.",
         tuple(failures),
     )
@@ -348,12 +348,14 @@ def _unpacked(packed: PackedObjects, sender: int, member: ProcessGroup, name: st
     return found
 
 
-def _unpack_each(all_packed: list[PackedObjects], places: list[Any], member: ProcessGroup, name: str) -> None:
+def _unpack_each(
+    all_packed: list[PackedObjects], object_list: list[Any], member: ProcessGroup, name: str
+) -> None:
     """Put each rank's object into its place; put all readable ones before raising an error."""
     error: ObjectTransferError | None = None
     for rank, packed in enumerate(all_packed):
         try:
-            (places[rank],) = _unpacked(packed, rank, member, name)
+            (object_list[rank],) = _unpacked(packed, rank, member, name)
         except ObjectTransferError as unreadable:
             error = error or unreadable
     if error is not None:
@@ -361,33 +363,34 @@ def _unpack_each(all_packed: list[PackedObjects], places: list[Any], member: Pro
 
 
 def _unpack_list(
-    packed: PackedObjects, places: list[Any], sender: int, member: ProcessGroup, name: str
+    packed: PackedObjects, object_list: list[Any], sender: int, member: ProcessGroup, name: str
 ) -> None:
     if not packed:
         return
     found = _unpacked(packed, sender, member, name)
-    if len(found) != len(places):
+    if len(found) != len(object_list):
         raise InvalidArgumentError(
-            f"{name}: object_list has {len(places)} places on rank {member.rank()}, but rank {sender} sent"
-            f" {len(found)} objects; they are lost"
+            f"{name}: object_list has {len(object_list)} places on rank {member.rank()}, but rank {sender}"
+            f" sent {len(found)} objects; they are lost"
         )
-    places[:] = found
+    object_list[:] = found
 
 
 # -- checks
 
 
-def _check_list(places: object, parameter: str, name: str) -> None:
-    if not isinstance(places, list):
-        raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be a list, got {places!r}")
+def _check_list(object_list: object, parameter: str, name: str) -> None:
+    if not isinstance(object_list, list):
+        raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be a list, got {object_list!r}")
 
 
-def _check_places(places: object, parameter: str, size: int, name: str) -> None:
-    _check_list(places, parameter, name)
-    assert isinstance(places, list)
-    if len(places) < size:
+def _check_length(object_list: object, parameter: str, size: int, name: str) -> None:
+    _check_list(object_list, parameter, name)
+    assert isinstance(object_list, list)
+    if len(object_list) < size:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` must have a place for each of the group's {size} ranks, got {len(places)}"
+            f"{name}: `{parameter}` must have a place for each of the group's {size} ranks,"
+            f" got {len(object_list)}"
         )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from torchestra.arguments.annotations import checked
-from torchestra.collectives.functions import _member, _root, _sender
+from torchestra.arguments.annotations import checked, refuse_type
+from torchestra.collectives.group_arguments import member_of, root_of, sender_of
+from torchestra.communicator.native_persistent import persistent_collective, persistent_message
 from torchestra.communicator.persistent import PersistentOperation
 from torchestra.engine.operations import (
     ALL_GATHER,
@@ -49,6 +50,8 @@ __all__ = [
     "start_all",
 ]
 
+_TEXTS = (str, bytes, bytearray, memoryview)
+
 
 def _collective(
     row: Collective,
@@ -61,11 +64,11 @@ def _collective(
 ) -> PersistentOperation:
     """Set up any collective; the root is a global rank, or a number in the group."""
     name = f"{row.name}_init"
-    member = default_group() if group is None else _member(group, name, 5)
+    member = default_group() if group is None else member_of(group, name, 5)
     if member is None:
         return PersistentOperation(row.name)
-    chosen = _root(member, *root, row.root, name, row.default_root) if row.root else None
-    plan = member.communicator.persistent_collective(row, output, input, op, chosen, splits)
+    chosen = root_of(member, *root, row.root, name, row.default_root) if row.root else None
+    plan = persistent_collective(member.communicator.met(), row, output, input, op, chosen, splits)
     plan.group = member
     return plan
 
@@ -149,11 +152,13 @@ def send_init(
     group_dst: int | None = None,
 ) -> PersistentOperation:
     """Set up :func:`torchestra.send`; to be called by the sender only."""
-    member = default_group() if group is None else _member(group, "send_init")
+    member = default_group() if group is None else member_of(group, "send_init")
     if member is None:
         return PersistentOperation("send")
-    root = _root(member, dst, group_dst, "dst", "send_init")
-    plan = member.communicator.persistent_message("send", tensor, root, checks.check_tag(tag, "send_init"))
+    root = root_of(member, dst, group_dst, "dst", "send_init")
+    plan = persistent_message(
+        member.communicator.met(), "send", tensor, root, checks.check_tag(tag, "send_init")
+    )
     plan.group = member
     return plan
 
@@ -167,30 +172,43 @@ def recv_init(
     group_src: int | None = None,
 ) -> PersistentOperation:
     """Set up :func:`torchestra.recv`; to be called by the receiver only. ``source_rank()`` is the sender."""
-    member = default_group() if group is None else _member(group, "recv_init")
+    member = default_group() if group is None else member_of(group, "recv_init")
     if member is None:
         return PersistentOperation("recv")
-    source = _sender(member, src, group_src, "recv_init")
-    plan = member.communicator.persistent_message("recv", tensor, source, checks.check_tag(tag, "recv_init"))
+    source = sender_of(member, src, group_src, "recv_init")
+    plan = persistent_message(
+        member.communicator.met(), "recv", tensor, source, checks.check_tag(tag, "recv_init")
+    )
     plan.group = member
     return plan
 
 
-@checked
 def start_all(plans: Sequence[PersistentOperation]) -> None:
-    """Start persistent operations, in the order of the list, or none of them.
+    """Start persistent operations, or none of them: sends first, and else in the order of the list.
 
-    Each must be waited for. The order of messages does not matter; collectives of a group run in this order,
-    which must be the same on all ranks.
+    Each must be waited for. Collectives of a group run in this order, which must be the same on all ranks.
 
     Raises:
         InvalidArgumentError: the list holds another object, or an operation twice. Nothing was started.
         NotReadyError: one of them is active. Nothing was started.
-        DistError: as from :meth:`PersistentOperation.start`; those before it in the list were started.
+        DistError: as from :meth:`PersistentOperation.start`; those before it in that order were started.
     """
-    if len({id(plan) for plan in plans}) < len(plans):
+    # Not @checked, which would take ten times as long as all the rest.
+    # Texts are sequences too, and an empty one holds nothing that is wrong.
+    is_list = isinstance(plans, Sequence) and not isinstance(plans, _TEXTS)
+    if not is_list or not all(isinstance(plan, PersistentOperation) for plan in plans):
+        refuse_type("start_all", "plans", "a list of PersistentOperations", plans)
+    if len(plans) == 1:
+        plans[0].start()
+        return
+    if len(set(map(id, plans))) < len(plans):
         raise InvalidArgumentError("start_all: `plans` has an operation twice; make two to have it run twice")
     for plan in plans:
         plan.check()
-    for plan in plans:
+    # Most sends are over at once while no receive is under way, and then the peers' receives are, too.
+    for plan in sorted(plans, key=_begins_late):
         plan.start()
+
+
+def _begins_late(plan: PersistentOperation) -> bool:
+    return plan.name != "send"

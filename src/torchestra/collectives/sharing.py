@@ -23,7 +23,7 @@ from torchestra.engine.interface import Engine
 from torchestra.engine.layout import align
 from torchestra.errors import InvalidArgumentError
 from torchestra.tensors import checks
-from torchestra.tensors.contiguity import TENSORS, span, what_is_missing
+from torchestra.tensors.contiguity import TENSORS, contiguity_problem, span
 from torchestra.world.init import AnyGroup
 
 __all__ = ["share_", "share_module_", "use_shared_allocator"]
@@ -209,10 +209,12 @@ def _others(move: _Move) -> int:
 def _problem(tensor: torch.Tensor, engine: Engine) -> str | None:
     """Return why a tensor cannot be moved, as the rest of a sentence; "" if it can, None if it need not."""
     if tensor.__class__ not in TENSORS:
-        return what_is_missing(tensor) or f"is a {type(tensor).__name__}; give the tensors that it is made of"
+        return (
+            contiguity_problem(tensor) or f"is a {type(tensor).__name__}; give the tensors that it is made of"
+        )
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         return f"is not a dense tensor of the CPU, but has layout {tensor.layout} on {tensor.device}"
-    if missing := what_is_missing(tensor):
+    if missing := contiguity_problem(tensor):
         return missing
     if not tensor.numel() or engine.is_in_heap(tensor.data_ptr()):
         return None

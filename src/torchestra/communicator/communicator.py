@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from torchestra.communicator import persistent, point_to_point
+from torchestra.communicator import point_to_point
 from torchestra.communicator.device_routing import Delegation, any_device
 from torchestra.communicator.entries import Entries
 from torchestra.communicator.host_staging import on_cpu
 from torchestra.communicator.queue import OperationQueue
 from torchestra.communicator.work import Work
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.interface import Engine
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.operations import (
     ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
@@ -49,7 +49,7 @@ from torchestra.engine.operations import (
 from torchestra.system.forking import forget_in_children
 from torchestra.tensors import checks, sparse
 from torchestra.tensors.arguments import Call, check_call, check_in_place_list, pieces
-from torchestra.tensors.contiguity import made_plain, write_back
+from torchestra.tensors.contiguity import make_contiguous, write_back
 from torchestra.tensors.override import OverriddenError
 from torchestra.types import ReduceOp
 
@@ -113,6 +113,10 @@ class Communicator:
     @name.setter
     def name(self, name: str) -> None:
         self.queue.name = name
+
+    def met(self) -> Communicator:
+        """Return this communicator: its ranks have met."""
+        return self
 
     @property
     def closed(self) -> bool:
@@ -192,10 +196,10 @@ class Communicator:
                 engine.collective(plan, inputs, outputs, limit, site)
                 return call.result
             if op is None or op.factor is None:
-                inputs = [*map(made_plain, call.inputs)]
+                inputs = [*map(make_contiguous, call.inputs)]
             else:
                 inputs = [self._scaled(tensor, op.factor) for tensor in call.inputs]
-            outputs = inputs if row.in_place else [*map(made_plain, call.outputs)]
+            outputs = inputs if row.in_place else [*map(make_contiguous, call.outputs)]
             if call.splits is None:
                 engine.collective(plan, inputs, outputs, limit, site)
             else:
@@ -260,9 +264,9 @@ class Communicator:
             if not engine.is_fake:
                 sparse.all_reduce(engine, checked, self.limit(timeout_s), site)
             with torch.no_grad():
-                for tensor, twin in zip(tensors, checked, strict=True):
-                    if tensor is not twin:
-                        tensor.copy_(twin)  # not its detach(), which would get entries of its own
+                for tensor, written in zip(tensors, checked, strict=True):
+                    if tensor is not written:
+                        tensor.copy_(written)  # not its detach(), which would get entries of its own
             return list(tensors)
 
         return self.queue.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
@@ -409,33 +413,13 @@ class Communicator:
         """Begin to receive a message from a rank, or from any (None), into the tensor."""
         return point_to_point.irecv(self, tensor, rank, tag, timeout_s)
 
-    # -- persistent operations
-
-    def persistent_collective(
-        self,
-        row: Collective,
-        output: Any = None,
-        input: Any = None,  # noqa: A002 - the row's word
-        op: ReduceOp | None = None,
-        root: int | None = None,
-        splits: tuple[Any, Any] = _NO_SPLITS,
-    ) -> persistent.PersistentOperation:
-        """Return :meth:`collective` as a persistent operation."""
-        return persistent.persistent_collective(self, row, output, input, op, root, splits)
-
-    def persistent_message(
-        self, name: str, tensor: torch.Tensor, rank: int | None, tag: int
-    ) -> persistent.PersistentOperation:
-        """Return :meth:`send` or :meth:`recv` (``name``) as a persistent operation."""
-        return persistent.persistent_message(self, name, tensor, rank, tag)
-
     # -- the group
 
     def drain(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for queued operations, and have messages see an abort now."""
         if self.delegation is not None:
             self.delegation.drain(timeout_s)
-        self.queue.thread.drain(timeout_s)
+        self.queue.end_all(timeout_s)
         self.engine.check_messages()
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:

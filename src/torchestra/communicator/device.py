@@ -16,19 +16,20 @@ import torch
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.queue import RAISED_BY_ALL, Operation, OperationQueue
-from torchestra.communicator.work import Work, fresh
+from torchestra.communicator.work import Work
 from torchestra.engine.device.agreement import Agreement
 from torchestra.engine.device.engine import DeviceEngine
 from torchestra.engine.device.nccl import open_nccl
 from torchestra.engine.device.stream_scheduler import CudaScheduler, DeviceEvent, StreamScheduler
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
+from torchestra.system.kept_errors import fresh
 from torchestra.tensors import checks
-from torchestra.tensors.contiguity import made_plain, write_back
+from torchestra.tensors.contiguity import make_contiguous, write_back
 from torchestra.types import ReduceOp, Timeout
 
 _CLOSE_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class DeviceWork(Work):
@@ -76,10 +77,10 @@ class DeviceWork(Work):
     def is_completed(self) -> bool:
         return super().is_completed() or (self.event is not None and self.event.is_done())
 
-    def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
+    def finish(self, result: list[Any], source: int = -1, dequeue: Callable[[], None] | None = None) -> None:
         if self.event is None:  # one of several coalesced operations: it ends here
             self.event = self._engine.scheduler.event()
-        super().finish(result, source, let_go)
+        super().finish(result, source, dequeue)
 
 
 class StreamQueue(OperationQueue):
@@ -149,7 +150,7 @@ class DeviceMessages:
             name = "isend" if is_send else "irecv"
             self._queue.refuse_if_closed(name)
             checked = checks.check_tensor(tensor, "tensor", name, written=not is_send)
-            batch.append((is_send, made_plain(checked), rank))
+            batch.append((is_send, make_contiguous(checked), rank))
         limit = self._communicator.limit(timeout_s)
         with self._queue.lock:
             begun = self._queue.engine.messages(batch, limit, together=len(batch) > 1)
@@ -229,7 +230,7 @@ class Devices:
     def finish(self) -> None:
         """Wait until the operations on the device have ended; raise the error of a failed one."""
         assert self._engine is not None
-        while not self._engine.watch.drain(_LOOK_SECONDS):
+        while not self._engine.watch.drain(_POLL_SECONDS):
             self._engine.refuse()
         self._engine.refuse()
 

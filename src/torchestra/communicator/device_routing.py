@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from torchestra.communicator.fake_tensors import or_fake
 from torchestra.communicator.host_staging import POSSIBLE, is_on_gpu, staged, tensors_in
 from torchestra.engine.operations import Collective
 from torchestra.errors import InvalidArgumentError
@@ -52,7 +53,8 @@ class Delegation(Protocol):
 
 
 def any_device(method: _Method) -> _Method:
-    """Make a method of a communicator, or a function that takes one, accept tensors of GPUs as well."""
+    """Make a communicator's method, or a function that takes one, accept tensors of GPUs and fake ones."""
+    method = or_fake(method)
     return delegated(staged(method), method)
 
 

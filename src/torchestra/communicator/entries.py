@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from torchestra.communicator.host_staging import tensors_in
+from torchestra.communicator.point_to_point import CommunicatorState
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.entries import collectives, lists, messages
 from torchestra.engine.entries.running import WORDS
 from torchestra.engine.entries.tensor_access import access_to_tensors, dtype_word
 from torchestra.engine.entry_layout import Entry, MemoryRecord, PlanRecord, Request, TensorAccess
+from torchestra.engine.native.callable_type import METH_FASTCALL_KEYWORDS, MethodDefinition
 from torchestra.engine.native.kernel import address_of, is_interpreted
 from torchestra.engine.operations import (
     ALL_GATHER,
@@ -43,25 +45,12 @@ from torchestra.engine.operations import (
 from torchestra.types import ReduceOp
 
 if TYPE_CHECKING:
-    from torchestra.communicator.communicator import Communicator
-    from torchestra.engine.local import PreparedKernel
+    from torchestra.engine.prepared import PreparedKernel
 
 __all__ = ["MESSAGES", "SERVED", "Entries", "request_of_collective", "request_of_message"]
 
-_METH_FASTCALL_KEYWORDS = 0x80 | 0x02
 _ANY_DTYPE = 1
 _OPS = tuple(getattr(ReduceOp, name) for name in ReduceOp._NAMES)
-
-
-class _Definition(ctypes.Structure):
-    """A PyMethodDef."""
-
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    ]
 
 
 class _Served(NamedTuple):
@@ -106,12 +95,12 @@ MESSAGES = {"send": messages.send, "recv": messages.recv}
 """The entries of messages, by the communicator's method."""
 
 # By method: the definition that its builtins are made of, and refer to as long as they exist.
-_definitions: dict[str, _Definition] = {}
+_definitions: dict[str, MethodDefinition] = {}
 
 
-def _definition(method: str, kernel: Any) -> _Definition:
+def _definition(method: str, kernel: Any) -> MethodDefinition:
     if method not in _definitions:
-        made = _Definition(method.encode(), address_of(kernel), _METH_FASTCALL_KEYWORDS, None)
+        made = MethodDefinition(method.encode(), address_of(kernel), METH_FASTCALL_KEYWORDS, None)
         _definitions.setdefault(method, made)  # one step: another thread may have been here first
     return _definitions[method]
 
@@ -124,8 +113,8 @@ _new_builtin = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_ob
 class Entries:
     """The entries of a communicator; ``close()`` takes them out again."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator: Communicator | None = None
+    def __init__(self, communicator: CommunicatorState) -> None:
+        self._communicator: CommunicatorState | None = None
         self.access: TensorAccess | None = None
         """How tensors are read; None if there are no entries."""
         access = access_to_tensors()
@@ -152,41 +141,45 @@ _Kind = TypeVar("_Kind", bound=Entry)
 
 
 def _entry(
-    kind: type[_Kind], communicator: Communicator, access: TensorAccess, general: Callable[..., Any]
+    kind: type[_Kind], communicator: CommunicatorState, access: TensorAccess, **in_python: Callable[..., Any]
 ) -> _Kind:
     """Return an entry with the fields that all entries have."""
-    entry, state = kind(), communicator.queue.state
+    entry, state = kind(**in_python), communicator.queue.state
     entry.state, entry.access, entry.size = state.address, ctypes.addressof(access), communicator.size
-    entry.general = general
     vars(entry)["kept"] = [state, access]
     return entry
 
 
-def _finish_collective(communicator: Communicator, name: str) -> Callable[..., None]:
+def _finish_collective(communicator: CommunicatorState, name: str) -> Callable[..., None]:
     """Return a function that ends a collective whose kernel has not ended it."""
     engine = cast(Any, communicator.engine)
     kernel, words = getattr(engine.kernels, name), WORDS[name]
 
-    def go_on(timeout_s: float | None, code: int, *arguments: int) -> None:
+    def finish_call(timeout_s: float | None, code: int, *arguments: int) -> None:
         limit = communicator.timeout_s if timeout_s is None else timeout_s
         engine.context.finish(code, kernel, arguments[: 1 + words], limit, None)
 
-    return go_on
+    return finish_call
 
 
 def request_of_collective(
-    communicator: Communicator,
+    communicator: CommunicatorState,
     access: TensorAccess,
-    general: Callable[..., Any],
+    in_python: dict[str, Any],
     tensors: Sequence[torch.Tensor],
     prepared: PreparedKernel,
 ) -> Request:
-    """Return the request by which machine code runs a collective repeatedly on the same tensors."""
-    request = _entry(Request, communicator, access, general)
-    request.go_on = _finish_collective(communicator, prepared.name)
-    request.leave = cast(Any, communicator.engine).leave_halfway
+    """Return the request by which machine code runs a collective repeatedly on the same tensors.
+
+    Args:
+        in_python: by field of the request, the functions for calls that are not plain.
+    """
+    request = _entry(Request, communicator, access, **in_python)
+    request.finish_call = _finish_collective(communicator, prepared.name)
+    request.leave = cast(Any, communicator.engine).abandon_operation
     request.which = [*WORDS].index(prepared.name)
     request.words[: len(prepared.arguments)] = prepared.arguments
+    request.longest_piece, request.threshold = prepared.longest_piece()
     request.nbytes_moved = sum(tensor.nbytes for tensor in tensors)
     if prepared.tables is not None:
         request.tables, request.tables_bytes = prepared.tables.ctypes.data, prepared.tables.nbytes
@@ -196,9 +189,9 @@ def request_of_collective(
 
 
 def request_of_message(
-    communicator: Communicator,
+    communicator: CommunicatorState,
     access: TensorAccess,
-    general: Callable[..., Any],
+    in_python: dict[str, Any],
     tensor: torch.Tensor,
     words: tuple[int, ...],
     *,
@@ -207,9 +200,10 @@ def request_of_message(
     """Return the request by which machine code sends or receives one tensor repeatedly.
 
     Args:
+        in_python: as of :func:`request_of_collective`.
         words: address, length, kind, rank (-1: any) and tag.
     """
-    request, engine = _entry(Request, communicator, access, general), cast(Any, communicator.engine)
+    request, engine = _entry(Request, communicator, access, **in_python), cast(Any, communicator.engine)
     mailbox, address = engine.mailbox, ctypes.addressof(request)
 
     def finish_send(*message: int) -> None:
@@ -220,10 +214,10 @@ def request_of_message(
         Request.from_address(address).source = source  # the request refers to this function, not the reverse
 
     def leave(error: BaseException) -> None:
-        mailbox.leave_halfway(error, engine.waiter(communicator.timeout_s))
+        mailbox.abandon_operation(error, engine.waiter(communicator.timeout_s))
 
-    request.mailbox, request.go_on = mailbox.address, finish_send if sends else finish_recv
-    request.leave = leave
+    request.mailbox, request.finish_call = mailbox.address, finish_send if sends else finish_recv
+    request.leave, request.sends = leave, sends
     request.words[:] = words
     _hold_memory(request, [tensor])
     vars(request)["kept"].append(mailbox)
@@ -245,20 +239,20 @@ def _make(method: str, kernel: Any, entry: Entry) -> Callable[..., Any]:
 
 
 def _message_builtin(
-    communicator: Communicator, method: str, kernel: Any, access: TensorAccess
+    communicator: CommunicatorState, method: str, kernel: Any, access: TensorAccess
 ) -> Callable[..., Any]:
     engine = cast(Any, communicator.engine)
-    entry = _entry(Entry, communicator, access, getattr(communicator, method))
+    entry = _entry(Entry, communicator, access, general=getattr(communicator, method))
     mailbox, records = engine.mailbox, _message_records()
     finish = mailbox.finish_send if method == "send" else mailbox.finish_recv
 
-    def go_on(*message: int) -> int | None:
+    def finish_call(*message: int) -> int | None:
         return finish(*message, engine.waiter(communicator.timeout_s))  # type: ignore[no-any-return]
 
     def leave(error: BaseException) -> None:
-        mailbox.leave_halfway(error, engine.waiter(communicator.timeout_s))
+        mailbox.abandon_operation(error, engine.waiter(communicator.timeout_s))
 
-    entry.mailbox, entry.plans, entry.go_on = mailbox.address, ctypes.addressof(records), go_on
+    entry.mailbox, entry.plans, entry.finish_call = mailbox.address, ctypes.addressof(records), finish_call
     entry.leave = leave
     vars(entry)["kept"] += [mailbox, records]
     return _make(method, kernel, entry)
@@ -276,21 +270,27 @@ def _message_records() -> ctypes.Array[PlanRecord]:
     return (PlanRecord * (len(known) + 1))(*known)
 
 
-def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) -> Callable[..., Any]:
-    entry = _entry(Entry, communicator, access, getattr(communicator, served.method))
-    entry.go_on = _finish_collective(communicator, served.kernel)
+def _builtin(communicator: CommunicatorState, served: _Served, access: TensorAccess) -> Callable[..., Any]:
+    entry = _entry(Entry, communicator, access, general=getattr(communicator, served.method))
+    entry.finish_call = _finish_collective(communicator, served.kernel)
     # On an exception the engine, the flight record and the other ranks are told.
-    entry.leave = cast(Any, communicator.engine).leave_halfway
+    entry.leave = cast(Any, communicator.engine).abandon_operation
     plans = _Plans(entry, communicator, served.row)
-    entry.learn = plans.learn
+    entry.make_plan = plans.make_plan
     vars(entry)["kept"].append(plans)
     return _make(served.method, served.entry, entry)
+
+
+@functools.cache
+def _parameters(method: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's parameters, without ``self``."""
+    return list(inspect.signature(method).parameters)[1:]
 
 
 class _Plans:
     """Hold the plans that an entry serves: those whose operation has gone the general way once."""
 
-    def __init__(self, entry: Entry, communicator: Communicator, row: Collective) -> None:
+    def __init__(self, entry: Entry, communicator: CommunicatorState, row: Collective) -> None:
         self._entry_address = ctypes.addressof(entry)
         self._general = entry.general
         self._state = communicator.queue.state
@@ -298,7 +298,7 @@ class _Plans:
         self._engine = cast(Any, communicator.engine)
         self._row = row
         self._known: list[tuple[int, int, int, int]] = []
-        places = list(inspect.signature(entry.general).parameters)
+        places = _parameters(entry.general.__func__)
         self._op = places.index("op") if row.reduces else None
         self._root = places.index("root") if row.root else None
         self._records: Any = None
@@ -310,7 +310,7 @@ class _Plans:
         """Return the entry, which refers to this object; a reference back would make a cycle."""
         return Entry.from_address(self._entry_address)
 
-    def learn(self, *arguments: Any) -> Any:
+    def make_plan(self, *arguments: Any) -> Any:
         """Go the general way, and serve such calls from now on."""
         work = self._general(*arguments)
         op = None if self._op is None else arguments[self._op]

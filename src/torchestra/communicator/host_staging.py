@@ -25,7 +25,7 @@ import torch
 
 from torchestra.communicator.queue import OperationQueue, count_operations
 from torchestra.communicator.work import Work
-from torchestra.tensors.contiguity import what_is_missing
+from torchestra.tensors.contiguity import contiguity_problem
 
 POSSIBLE = torch.backends.cuda.is_built()
 """Whether there can be CUDA tensors at all."""
@@ -33,7 +33,7 @@ POSSIBLE = torch.backends.cuda.is_built()
 # The parameters that an operation only writes; they need not be copied from the device.
 _ONLY_WRITTEN = ("output", "outputs")
 _SPINS = 50
-_NAP_SECONDS = 50e-6
+_POLL_SECONDS = 50e-6
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -76,7 +76,7 @@ class CudaCopies:
                 if done.query():
                     break
                 if spin > _SPINS:
-                    time.sleep(_NAP_SECONDS)
+                    time.sleep(_POLL_SECONDS)
 
     @classmethod
     def _stream(cls, device: torch.device) -> torch.cuda.Stream:
@@ -85,7 +85,7 @@ class CudaCopies:
         return cls._streams[device]
 
 
-class Stage:
+class StagingBuffers:
     """The buffers of some device tensors.
 
     Attributes:
@@ -154,7 +154,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     """Return whether this is a dense tensor of a GPU, with memory there."""
-    return tensor.is_cuda and tensor.layout is torch.strided and not what_is_missing(tensor)
+    return tensor.is_cuda and tensor.layout is torch.strided and not contiguity_problem(tensor)
 
 
 def staged(method: _Method) -> _Method:
@@ -171,7 +171,7 @@ def staged(method: _Method) -> _Method:
         if not any(map(is_on_gpu, tensors_in([*args, *kwargs.values()]))):
             return cast("Work | None", method(communicator, *args, **kwargs))
         bound = parameters.bind(communicator, *args, **kwargs)
-        return run_staged(method, bound, is_on_gpu, Stage)
+        return run_staged(method, bound, is_on_gpu, StagingBuffers)
 
     return cast(_Method, call)
 
@@ -180,7 +180,7 @@ def run_staged(
     method: Callable[..., Any],
     bound: inspect.BoundArguments,
     is_staged: Callable[[torch.Tensor], bool],
-    stage_of: Callable[[Sequence[torch.Tensor]], Stage],
+    stage_of: Callable[[Sequence[torch.Tensor]], StagingBuffers],
 ) -> Work | None:
     """Call a collective with buffers in place of the tensors for which ``is_staged`` is true."""
     communicator = bound.args[0]
@@ -216,7 +216,7 @@ def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor to send: the given one, or for one of a GPU its filled buffer."""
     if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor
-    stage = Stage([tensor])
+    stage = StagingBuffers([tensor])
     stage.fetch([tensor])
     return stage.buffers[id(tensor)]
 
@@ -225,7 +225,7 @@ def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Non
     """Return the tensor to receive into (for one of a GPU a buffer), and a function to call afterwards."""
     if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor, _nothing
-    stage = Stage([tensor])
+    stage = StagingBuffers([tensor])
     return stage.buffers[id(tensor)], functools.partial(stage.give_back, [tensor])
 
 

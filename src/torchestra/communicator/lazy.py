@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchestra.communicator.communicator import Communicator
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.hosts import Hosts
 from torchestra.errors import GroupDestroyedError
 from torchestra.system.forking import forget_in_children, refusal
 
@@ -49,16 +49,25 @@ class LazyCommunicator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._communicator(), name)
+        return getattr(self.met(), name)
 
-    def _communicator(self) -> Communicator:
+    def met(self, *, once: bool = False) -> Communicator:
+        """Return the communicator; meet the other members first if they have not met.
+
+        Args:
+            once: the group is closed if this fails; otherwise, its next operation tries again.
+        """
         with self._lock:
             if self._made is None:
                 if self._inherited:
                     raise refusal(f"group {self.name!r} of rank {self.rank} cannot be used")
                 if self.closed:
                     raise GroupDestroyedError(f"rank {self.rank} has destroyed group {self.name!r}")
-                self._made = self._meet(self.timeout_s)
+                try:
+                    self._made = self._meet(self.timeout_s)
+                except BaseException:
+                    self.closed = once
+                    raise
                 self.replace(self._made)
             return self._made
 

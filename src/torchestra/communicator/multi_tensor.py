@@ -17,7 +17,7 @@ from torchestra.communicator.device_routing import any_device, delegated
 from torchestra.communicator.work import Work
 from torchestra.engine.operations import ALL_GATHER, Collective
 from torchestra.tensors.checks import check_apart, check_tensor
-from torchestra.tensors.contiguity import made_plain
+from torchestra.tensors.contiguity import make_contiguous
 from torchestra.types import ReduceOp
 
 Tensors = Sequence[torch.Tensor]
@@ -53,7 +53,7 @@ def all_reduce_together(
     within = ReduceOp.SUM if op.name in ("AVG", "PREMUL_SUM") else op
 
     def operation(site: str | None) -> list[torch.Tensor]:
-        communicator.engine.combine(total, [made_plain(tensor) for tensor in tensors], within)
+        communicator.engine.combine(total, [make_contiguous(tensor) for tensor in tensors], within)
         steps[0].operation(site)
         for tensor in tensors:
             tensor.detach().copy_(total)
@@ -115,7 +115,7 @@ def all_gather_together(
         communicator.all_gather_into_tensor(gathered, mine, timeout_s=timeout_s)
 
     def operation(site: str | None) -> list[list[torch.Tensor]]:
-        torch.stack([made_plain(tensor) for tensor in tensors], out=mine)
+        torch.stack([make_contiguous(tensor) for tensor in tensors], out=mine)
         steps[0].operation(site)
         for row in outputs:
             for output, piece in zip(row, gathered.unbind(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import profiler
@@ -12,14 +12,26 @@ from torch.autograd import profiler
 from torchestra.arguments.annotations import check_integer
 from torchestra.communicator import profiling
 from torchestra.communicator.device_routing import messages_of
+from torchestra.communicator.fake_tensors import or_fake
 from torchestra.communicator.host_staging import receive_buffer, send_buffer
+from torchestra.communicator.queue import OperationQueue
 from torchestra.communicator.work import Work
+from torchestra.engine.interface import Engine
 from torchestra.errors import DistError
 from torchestra.tensors import checks
-from torchestra.tensors.contiguity import made_plain, write_back
+from torchestra.tensors.contiguity import make_contiguous, write_back
 
-if TYPE_CHECKING:
-    from torchestra.communicator.communicator import Communicator
+
+class CommunicatorState(Protocol):
+    """What messages and entries ask of a Communicator."""
+
+    engine: Engine
+    queue: OperationQueue
+    size: int
+    timeout_s: float
+
+    def limit(self, timeout_s: float | None) -> float:
+        """Return how long an operation may wait, in seconds."""
 
 
 class Messages(Protocol):
@@ -31,8 +43,9 @@ class Messages(Protocol):
         """Begin to send (True) and receive tensors to and from ranks, in no order; return a Work for each."""
 
 
+@or_fake
 def send(
-    communicator: Communicator, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float | None
+    communicator: CommunicatorState, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float | None
 ) -> None:
     """See :meth:`Communicator.send`."""
     name = "send"
@@ -43,15 +56,16 @@ def send(
         work.wait()
         return None
     if communicator.engine.delegates:
-        communicator.isend(tensor, rank, tag, timeout_s).wait()
+        isend(communicator, tensor, rank, tag, timeout_s).wait()
         return None
     buffer, tag = checked(communicator, send_buffer(tensor), tag, name, written=False)
     communicator.engine.send(buffer, rank, tag, communicator.limit(timeout_s))
     return None
 
 
+@or_fake
 def recv(
-    communicator: Communicator, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float | None
+    communicator: CommunicatorState, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float | None
 ) -> int:
     """See :meth:`Communicator.recv`."""
     name = "recv"
@@ -60,7 +74,7 @@ def recv(
             return recv(communicator, tensor, rank, tag, timeout_s)
     work = _by_device(communicator, name, tensor, rank, tag, timeout_s)
     if work is None and communicator.engine.delegates:
-        work = communicator.irecv(tensor, rank, tag, timeout_s)
+        work = irecv(communicator, tensor, rank, tag, timeout_s)
     if work is not None:
         work.wait()
         return work._source_rank() if rank is None else rank
@@ -73,8 +87,9 @@ def recv(
     return source
 
 
+@or_fake
 def isend(
-    communicator: Communicator, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float | None
+    communicator: CommunicatorState, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float | None
 ) -> Work:
     """See :meth:`Communicator.isend`."""
     name, engine = "isend", communicator.engine
@@ -90,7 +105,7 @@ def isend(
 
 
 def begin_send(
-    communicator: Communicator,
+    communicator: CommunicatorState,
     tensor: torch.Tensor,
     buffer: torch.Tensor,
     rank: int,
@@ -98,14 +113,15 @@ def begin_send(
     timeout_s: float | None = None,
 ) -> Work:
     """Begin to send a tensor that was checked; its elements are in the buffer."""
-    work = Work(f"isend to rank {rank} of group {communicator.name!r}")
+    work = Work(f"isend to rank {rank} of group {communicator.queue.name!r}")
     end = partial(_end, work, tensor, buffer, None)
     limit = communicator.limit(timeout_s)
     return _waitable(communicator, work, communicator.engine.begin_send(buffer, rank, tag, limit, end))
 
 
+@or_fake
 def irecv(
-    communicator: Communicator, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float | None
+    communicator: CommunicatorState, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float | None
 ) -> Work:
     """See :meth:`Communicator.irecv`."""
     name, engine = "irecv", communicator.engine
@@ -127,7 +143,7 @@ def irecv(
 
 
 def begin_receive(
-    communicator: Communicator,
+    communicator: CommunicatorState,
     tensor: torch.Tensor,
     buffer: torch.Tensor,
     rank: int | None,
@@ -137,7 +153,7 @@ def begin_receive(
 ) -> Work:
     """Begin to receive into a buffer that was checked; ``put`` copies from it, by default to the tensor."""
     source = "any rank" if rank is None else f"rank {rank}"
-    work = Work(f"irecv from {source} of group {communicator.name!r}")
+    work = Work(f"irecv from {source} of group {communicator.queue.name!r}")
     if put is None:
         put = partial(write_back, [tensor], [buffer])
     end = partial(_end, work, tensor, buffer, None if communicator.engine.is_fake else put)
@@ -146,7 +162,7 @@ def begin_receive(
 
 
 def _by_device(
-    communicator: Communicator,
+    communicator: CommunicatorState,
     name: str,
     tensor: torch.Tensor,
     rank: int | None,
@@ -161,16 +177,16 @@ def _by_device(
 
 
 def checked(
-    communicator: Communicator, tensor: torch.Tensor, tag: int, name: str, *, written: bool
+    communicator: CommunicatorState, tensor: torch.Tensor, tag: int, name: str, *, written: bool
 ) -> tuple[torch.Tensor, int]:
     """Return the contiguous memory of a message's tensor, and its tag."""
     is_fake = communicator.engine.is_fake
     checks.check_tensor(tensor, "tensor", name, written=written, real=not is_fake)
     communicator.queue.refuse_if_closed(name)
-    return tensor if is_fake else made_plain(tensor), check_integer(tag, "tag", name)
+    return tensor if is_fake else make_contiguous(tensor), check_integer(tag, "tag", name)
 
 
-def _waitable(communicator: Communicator, work: Work, transfer: Any) -> Work:
+def _waitable(communicator: CommunicatorState, work: Work, transfer: Any) -> Work:
     """Return the Work of a message; while the program waits for it, the engine makes progress."""
     work.progress = partial(communicator.engine.complete, transfer)
     if work.is_completed():  # maybe before that was set

@@ -26,6 +26,8 @@ import torch
 from torch._C._autograd import _profiler_type
 from torch._C._profiler import ActiveProfilerType, _RecordFunctionFast
 
+from torchestra.arguments.annotations import refuse_type
+
 # torch names operations after Gloo's.
 _FORM = re.compile(r"(_coalesced|_into_tensor|_tensor|_single)+$")
 
@@ -34,6 +36,7 @@ class _Within(threading.local):
     """Keep whether the thread is inside a recorded call: calls made in there belong to it."""
 
     a_call = False
+    title: str | None = None
 
 
 _within = _Within()
@@ -42,6 +45,26 @@ _within = _Within()
 def wanted() -> bool:
     """Return whether the calling thread is being profiled, and is not inside of a recorded call already."""
     return not _within.a_call and _profiler_type() == ActiveProfilerType.KINETO
+
+
+def record_comm(name: str) -> contextlib.AbstractContextManager[None]:
+    """Give the operations that this thread calls in the block a name in profiles, such as a layer's.
+
+    It takes the place of ``gloo:all_reduce``; ``torchestra::all_reduce`` around it stays. Blocks may be
+    nested. Concerns the calling rank only.
+    """
+    if not isinstance(name, str):
+        refuse_type("record_comm", "name", "a str", name)
+    return _named(name)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    outer, _within.title = _within.title, name
+    try:
+        yield
+    finally:
+        _within.title = outer
 
 
 @contextlib.contextmanager
@@ -53,7 +76,7 @@ def recorded(description: str, reads: Sequence[torch.Tensor]) -> Iterator[None]:
     ]  # anything else is about to be refused
     shown = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     call = _RecordFunctionFast(f"torchestra::{name}")
-    communication = [_RecordFunctionFast(f"gloo:{_FORM.sub('', name)}", shown)]
+    communication = [_RecordFunctionFast(_within.title or f"gloo:{_FORM.sub('', name)}", shown)]
     _within.a_call = True
     call.__enter__()
     communication[0].__enter__()

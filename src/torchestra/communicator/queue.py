@@ -16,11 +16,14 @@ mismatch, or the group is aborted.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode
@@ -29,9 +32,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torchestra.arguments.annotations import check_flag
 from torchestra.communicator import profiling
 from torchestra.communicator.work import Work
+from torchestra.engine import layout as at
 from torchestra.engine.entry_layout import INSIDE, State
 from torchestra.engine.interface import Engine
 from torchestra.engine.kernels import shared_words
+from torchestra.engine.memory.arena import Arena
 from torchestra.engine.progress import ProgressThread, Task
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import (
@@ -63,8 +68,23 @@ class CoalescedOperation(NamedTuple):
     operations: int
 
 
+def _depth_word(engine: Engine) -> npt.NDArray[np.int64] | None:
+    """Return the word of the rank's flight record that tells how many operations are queued."""
+    if engine.context is None:
+        return None
+    arena: Arena = engine.context.arena
+    return arena.words(arena.record(engine.context.rank) + at.QUEUED, 1)
+
+
 class OperationQueue:
-    """Run the operations of a rank in one group, one at a time."""
+    """Run the operations of a rank in one group, one at a time.
+
+    Attributes:
+        raises_at_call: wait for asynchronous operations where they are called, so that what they raise is
+            raised there.
+    """
+
+    raises_at_call = False
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
@@ -74,7 +94,9 @@ class OperationQueue:
         self.became = ""
         # The state that this queue sets and entries read.
         self.state = State() if engine.state is None else engine.state
-        self.thread = ProgressThread(f"torchestra-{name}-{engine.rank}", state=self.state)
+        self.thread = ProgressThread(
+            f"torchestra-{name}-{engine.rank}", state=self.state, depth=_depth_word(engine)
+        )
         # Held while an operation runs, so that two threads of one rank do not mix theirs; an entry does not
         # take it, but see engine/entry_layout.py.
         self.lock = threading.Lock()
@@ -146,10 +168,10 @@ class OperationQueue:
             if not isinstance(error, RAISED_BY_ALL):
                 self.leave(description, error)
             raise
-        if async_op:
+        if async_op and not self.raises_at_call:
             return work
         work.wait()
-        return None
+        return work if async_op else None
 
     def _make_progress(self, work: Work) -> None:
         # Tracing and counting modes of this thread are the program's, and must not affect the operation.
@@ -172,6 +194,8 @@ class OperationQueue:
                 state.general = 1
                 if state.inside:
                     self.await_entry()
+                if state.started:
+                    self.end_started()
                 before = self.engine.sequence_number()
                 try:
                     return operation(site)
@@ -193,6 +217,16 @@ class OperationQueue:
                 shared_words.sleep_while(state.address + INSIDE, 1)
         finally:
             state.wanted = 0
+
+    def end_started(self) -> None:
+        """End the operation that machine code has started; call with the lock held and GENERAL set."""
+        ctypes.cast(self.state.started, ctypes.py_object).value.end_started()
+
+    def end_all(self, timeout_s: float) -> None:
+        """Let operations that were called end; wait at most ``timeout_s``."""
+        if self.state.started:
+            self.run(lambda site: [], "the end of a persistent operation", True, operations=0)
+        self.thread.drain(timeout_s)
 
     @contextlib.contextmanager
     def abort_on_error(self, description: str) -> Iterator[None]:
@@ -304,6 +338,10 @@ class OperationQueue:
         """Return how many operations of the whole group this rank has called, queued ones included."""
         return self._promised if self.thread.pending else self.engine.sequence_number()
 
+    def has_unfinished(self) -> bool:
+        """Return whether operations that were called have not ended; messages are not counted."""
+        return bool(self.thread.pending or self.state.started)
+
     def new_work(self, description: str, *, held: bool = False) -> Work:
         return Work(f"{description} of group {self.name!r}", held=held)
 
@@ -311,6 +349,8 @@ class OperationQueue:
         """Run the queued operations, then leave the group; do nothing in a forked child."""
         if self._inherited:
             return
+        if self.state.started:
+            self.end_all(_CLOSE_SECONDS)
         self.closed = True
         self.thread.close(_CLOSE_SECONDS)
         self.engine.close()
@@ -369,7 +409,7 @@ class _Queued(Task):
     def is_bound(self) -> bool:
         return self.new_work.has_future()
 
-    def __call__(self, let_go: Callable[[], None]) -> None:
+    def __call__(self, dequeue: Callable[[], None]) -> None:
         if not self.ran:
             self.ran = True
             try:
@@ -380,7 +420,7 @@ class _Queued(Task):
                 self._error = error
         failure = self._error
         if failure is None:
-            self.new_work.finish(self._result, let_go=let_go)
+            self.new_work.finish(self._result, dequeue=dequeue)
             return
         if not isinstance(failure, Exception):
             self.interrupt = failure
@@ -390,4 +430,4 @@ class _Queued(Task):
             failure = GroupAbortedError(
                 f"rank {self._queue.engine.rank}: group {self._queue.name!r} can no longer be used: {why}"
             )
-        self.new_work.fail(failure, let_go)
+        self.new_work.fail(failure, dequeue)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,9 +14,10 @@ import torch
 
 from torchestra.errors import CollectiveTimeoutError, DistError
 from torchestra.system.forking import forks_so_far, refusal
+from torchestra.system.kept_errors import fail_future, fresh, without_frames
 from torchestra.types import Timeout, timeout_seconds
 
-_LOOK_SECONDS = 1.0  # how long a waiting thread may miss an end if an interrupt has prevented its wake-up
+_POLL_SECONDS = 1.0  # how long a waiting thread may miss an end if an interrupt has prevented its wake-up
 
 
 class WorkResult(enum.IntEnum):
@@ -39,54 +38,6 @@ def _result_of(future: torch.futures.Future[Any]) -> int:
     return WorkResult.SUCCESS
 
 
-class _Trace(Exception):
-    """The cause of an exception: the traceback, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-def without_frames(error: BaseException) -> BaseException:
-    """Return the exception without tracebacks, which keep all variables of the operation alive.
-
-    These include the object that holds the exception, and the group's memory. Our own errors name their
-    origin; others get their traceback as text.
-    """
-    if error.__traceback__ is not None and not isinstance(error, DistError):
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        error.__cause__ = _Trace(text)
-        error.__context__ = None
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
-
-
-def fresh(error: BaseException) -> BaseException:
-    """Return a copy of an exception to raise, so that the kept one does not refer to the catcher's frames."""
-    try:
-        copied = copy.copy(error)
-    except Exception:
-        return error  # its class cannot be copied
-    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
-    copied.__suppress_context__ = error.__suppress_context__
-    return copied
-
-
-def _raise_fresh(error: BaseException) -> None:
-    raise fresh(error)
-
-
-def _fail(future: torch.futures.Future[Any], error: BaseException) -> None:
-    # Do as set_exception(), but raise a copy: the future's own exception, which Python's garbage collector
-    # does not see, would refer to the catcher's frames.
-    future._set_unwrap_func(_raise_fresh)
-    future.set_result(error)
-
-
 class _Future(torch.futures.Future[Any]):
     """A future that passes errors on unchanged to the futures that are chained to it.
 
@@ -102,9 +53,9 @@ class _Future(torch.futures.Future[Any]):
             try:
                 result = callback(done)
             except Exception as error:
-                _fail(chained, without_frames(error))
+                fail_future(chained, error)
             except BaseException as error:
-                _fail(chained, DistError(f"the callback of a future was interrupted: {error!r}"))
+                fail_future(chained, DistError(f"the callback of a future was interrupted: {error!r}"))
                 raise
             else:
                 chained.set_result(result)
@@ -195,7 +146,7 @@ class Work:
             self._sleepers.append(sleeper)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended:
-            left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline - time.monotonic())
+            left = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, deadline - time.monotonic())
             if left <= 0:
                 break
             sleeper.acquire(timeout=left)
@@ -253,7 +204,7 @@ class Work:
             if self._future is None:
                 self._future = _Future()
                 if self._ended:
-                    self._settle(self._future)
+                    self._complete_future(self._future)
             future = self._future
         if (start := self.start) is not None:
             start()
@@ -263,16 +214,16 @@ class Work:
         """Return whether :meth:`get_future` has been called: its callbacks may do anything."""
         return self._future is not None
 
-    def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
+    def finish(self, result: list[Any], source: int = -1, dequeue: Callable[[], None] | None = None) -> None:
         """Note, for the group, that the operation has ended well.
 
-        ``let_go`` is called before waiting threads are woken, but after the callbacks of the future, which
-        may call operations that are to come first.
+        ``dequeue`` is called before waiting threads are woken, but after the callbacks of the future,
+        which may call operations that are to come first.
         """
         with self._lock:
             self._result = result if self._keeps_result else []
         self._source = source
-        self._end(let_go)
+        self._end(dequeue)
 
     def forget_result(self) -> None:
         """Keep the tensors only while the operation runs; afterwards :meth:`result` is empty."""
@@ -280,16 +231,16 @@ class Work:
             self._keeps_result = False
             self._result = []
 
-    def fail(self, exception: BaseException, let_go: Callable[[], None] | None = None) -> None:
+    def fail(self, exception: BaseException, dequeue: Callable[[], None] | None = None) -> None:
         """Note, for the group, that the operation has failed."""
         self._exception = without_frames(exception)
-        self._end(let_go)
+        self._end(dequeue)
 
-    def _end(self, let_go: Callable[[], None] | None) -> None:
+    def _end(self, dequeue: Callable[[], None] | None) -> None:
         with self._lock:
             future = self._future
-            if future is None and let_go is not None:
-                let_go()
+            if future is None and dequeue is not None:
+                dequeue()
             self._ended = True
             for sleeper in self._sleepers:
                 with contextlib.suppress(RuntimeError):  # it has been woken before an interrupt
@@ -297,18 +248,18 @@ class Work:
         self.progress = self.start = None  # they refer to this
         if future is not None:
             if not future.done():
-                self._settle(future)
-            if let_go is not None:
-                let_go()
+                self._complete_future(future)
+            if dequeue is not None:
+                dequeue()
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
         if self._exception is None:
             future.set_result(self._result)
             return
         error = self._exception
         if not isinstance(error, Exception):
             error = DistError(f"{self._description} was interrupted: {error!r}")
-        _fail(future, error)
+        fail_future(future, error)
 
     def __repr__(self) -> str:
         if not self._ended:

@@ -12,7 +12,7 @@ from torchestra.arguments.annotations import check_integer, refuse_type
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, UnknownDimensionError, shown
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_MOST_RANKS = (1 << 31) - 1
+_MAX_RANKS = (1 << 31) - 1
 
 Axes = tuple[tuple[int, int], ...]
 """A dimension: lengths and strides, the outermost first."""
@@ -94,7 +94,7 @@ def index_of(mesh_dim: object, names: Sequence[str] | None, ndim: int, name: str
         return names.index(mesh_dim)
     index = check_integer(mesh_dim, "mesh_dim", name)
     if not -ndim <= index < ndim:
-        raise InvalidArgumentError(f"{name}: mesh_dim is {shown(index)}, but the mesh has {ndim} dimensions")
+        raise UnknownDimensionError(f"{name}: mesh_dim is {shown(index)}, but the mesh has {ndim} dimensions")
     return index % ndim
 
 
@@ -126,9 +126,9 @@ def table_of(mesh: object) -> torch.Tensor:
 
 def check_lengths(lengths: Sequence[int], parameter: str, name: str) -> None:
     """Refuse lengths of dimensions that are not positive, or of more ranks than can be."""
-    if any(length < 1 for length in lengths) or math.prod(lengths) > _MOST_RANKS:
+    if any(length < 1 for length in lengths) or math.prod(lengths) > _MAX_RANKS:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` must be positive lengths of at most {_MOST_RANKS} ranks in all, got"
+            f"{name}: `{parameter}` must be positive lengths of at most {_MAX_RANKS} ranks in all, got"
             f" {shown(tuple(lengths))}"
         )
 
@@ -168,7 +168,7 @@ def check_order(dimensions: Sequence[Axes], names: Sequence[str]) -> None:
     """Refuse dimensions to slice that overlap or are not in the table's order."""
     axes = [axis for dimension in dimensions for axis in dimension if axis[0] > 1]
     if not is_ordered(tuple(sorted(axes, key=lambda axis: -axis[1]))):
-        raise InvalidArgumentError(f"Slicing overlapping dim_names {tuple(names)} is not allowed.")
+        raise UnknownDimensionError(f"Slicing overlapping dim_names {tuple(names)} is not allowed.")
     if any(first[1] < second[1] for first, second in itertools.pairwise(axes)):
         raise UnknownDimensionError(
             f"Invalid mesh_dim_names {tuple(names)} specified. Mesh dim indices should be in ascending order."

@@ -35,6 +35,7 @@ from torchestra.device_mesh.layout import (
     row_major,
     table_of,
 )
+from torchestra.device_mesh.torch_names import TorchMeshNames
 from torchestra.errors import InvalidArgumentError, UnknownDimensionError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.world.init import (
@@ -53,7 +54,7 @@ Dimension = Union[int, str]
 """A dimension by number or name."""
 
 
-class DeviceMesh:
+class DeviceMesh(TorchMeshNames):
     """Ranks laid out in n dimensions, which may have names. To be made by every rank that is in it.
 
     Args:
@@ -157,10 +158,13 @@ class DeviceMesh:
             raise InvalidArgumentError(f"backend_override: {backend!r} differs from the default group's")
         return default_group().group_name
 
-    def _ranks_along(self, axes: Axes) -> Sequence[int]:
-        """Return the global ranks that differ from this one only in their coordinate along ``axes``."""
-        position = self._ranks.index(self._rank)
-        first = position - offset(position, axes)
+    def _ranks_along(self, axes: Axes, first: int | None = None) -> Sequence[int]:
+        """Return the global ranks that differ from this one, or from the one at a position of the table that
+        is first along ``axes``, only in their coordinate along ``axes``.
+        """
+        if first is None:
+            position = self._ranks.index(self._rank)
+            first = position - offset(position, axes)
         steps = joined(axes)
         if len(steps) == 1 and isinstance(self._ranks, range):
             count, stride = steps[0]
@@ -226,8 +230,7 @@ class DeviceMesh:
         """Return the index of a dimension that the function ``name`` was given by name or index.
 
         Raises:
-            UnknownDimensionError: there is none of that name.
-            InvalidArgumentError: there is none of that number.
+            UnknownDimensionError: there is none of that name or number.
         """
         return index_of(mesh_dim, self._names, self.ndim, name)
 
@@ -249,6 +252,8 @@ class DeviceMesh:
         Raises:
             InvalidArgumentError: the dimension must be given, or this rank is not in the mesh.
         """
+        if isinstance(mesh_dim, str) and mesh_dim in self._base._flattened:
+            return self._base._flattened[mesh_dim].get_local_rank()
         index = self._only_dimension("get_local_rank", mesh_dim)
         if self._coordinate is None:
             raise self._not_in_it()

@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-_MOST_ROWS = (1 << 63) - 1  # the largest int of an operator
+_MAX_ROWS = (1 << 63) - 1  # the largest int of an operator
 
 
 @checked_unless_traced
@@ -286,7 +286,7 @@ def _reduction_name(op: str | ReduceOp, differentiated: torch.Tensor | None = No
 
 
 def _is_length(length: object) -> bool:
-    return isinstance(length, torch.SymInt) or (type(length) is int and 0 <= length <= _MOST_ROWS)
+    return isinstance(length, torch.SymInt) or (type(length) is int and 0 <= length <= _MAX_ROWS)
 
 
 def _dimension(tensor: torch.Tensor, dim: int, parameter: str) -> int:

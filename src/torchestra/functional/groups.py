@@ -10,10 +10,11 @@ from typing import Any, ParamSpec, TypeVar, Union, cast
 import torch
 
 from torchestra.arguments.annotations import checked, is_integer
+from torchestra.communicator.comm_debug import add_operators, modes_on
 from torchestra.device_mesh import DeviceMesh
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError, shown
 from torchestra.process_group import NonMember, ProcessGroup
-from torchestra.tensors.contiguity import TENSORS, what_is_missing
+from torchestra.tensors.contiguity import TENSORS, contiguity_problem
 from torchestra.world.init import default_group
 from torchestra.world.new_groups import make_group
 from torchestra.world.registry import current_world
@@ -47,6 +48,8 @@ def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
+        if modes_on():
+            add_operators(torch.ops.torchestra)
         if index is not None and (index < len(args) or "group" in kwargs):
             _check_group(args[index] if index < len(args) else kwargs["group"], function.__name__)
         _check_memory(args[0] if args else kwargs.get(first), first, function.__name__)
@@ -73,7 +76,7 @@ def _check_memory(tensors: object, parameter: str, name: str) -> None:
             raise InvalidArgumentError(
                 f"{name}: `{parameter}` has unsupported layout {tensor.layout}: only dense tensors are sent"
             )
-        if not tensor._is_zerotensor() and (missing := what_is_missing(tensor)):
+        if not tensor._is_zerotensor() and (missing := contiguity_problem(tensor)):
             raise InvalidArgumentError(f"{name}: `{parameter}` {missing}")
 
 

@@ -129,17 +129,17 @@ class Form:
         if coalesced:
             self.name, self.doc = row.coalesced, details
             self.aliases = tuple(f"{alias}_coalesced" for alias in row.aliases)
-        words, by_place = parameters.replace("* ", "").split(), parameters.partition("*")[0].split()
-        self.parameters = [self._parameter(word, word in by_place) for word in words]
+        words, by_position = parameters.replace("* ", "").split(), parameters.partition("*")[0].split()
+        self.parameters = [self._parameter(word, word in by_position) for word in words]
         names = [parameter.name for parameter in self.parameters]
-        self._by_place, self._names = names[: len(by_place)], frozenset(names)
+        self._by_position, self._names = names[: len(by_position)], frozenset(names)
         self._required = {each.name for each in self.parameters if each.default is _NO_DEFAULT}
         # For the first two parameters: name, name in torch's short form, default.
         self.first = [(each.name, each.name.removesuffix("s"), each.default) for each in self.parameters[:2]]
 
-    def _parameter(self, word: str, by_place: bool) -> inspect.Parameter:
+    def _parameter(self, word: str, by_position: bool) -> inspect.Parameter:
         name, is_lists, row = word.rstrip("[]?"), "[]" in word, self.row
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if by_place else inspect.Parameter.KEYWORD_ONLY
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if by_position else inspect.Parameter.KEYWORD_ONLY
         hint = _HINTS.get(name, "TensorLists" if is_lists else "Tensors")
         if name == "opts":
             kinds = ["ReduceOp"] * row.reduces + ["int"] * bool(row.root) + ["Timeout"]
@@ -153,7 +153,7 @@ class Form:
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by name; raise Python's own TypeError if they do not fit the method."""
-        given = dict(zip(self._by_place, args, strict=False))
+        given = dict(zip(self._by_position, args, strict=False))
         if not kwargs and len(self._required) <= len(args) == len(given):
             return given  # parameters without a default come first
         given.update(kwargs)
@@ -199,23 +199,23 @@ class Call:
         # Whether only to begin the operation, and its time-out.
         self.limits: tuple[bool, float | None] = (self.options.asyncOp, self.options.seconds(form.name))
 
-    def value(self, place: int) -> tuple[Any, str, str]:
-        """Return the argument for the parameter at a place, the parameter's name, and the method's.
+    def value(self, position: int) -> tuple[Any, str, str]:
+        """Return the argument for the parameter at a position, the parameter's name, and the method's.
 
         Torch's short name, ``tensor`` for ``tensors``, is accepted as well.
         """
-        name, short, default = self._first[place]
+        name, short, default = self._first[position]
         if (value := self._given.get(short)) is not None:
             return value, short, self.name
         return self._given.get(name, default), name, self.name
 
-    def tensors(self, place: int) -> list[torch.Tensor]:
-        """Return the tensors at a place; a single tensor becomes a list."""
-        return lists.as_list(*self.value(place))
+    def tensors(self, position: int) -> list[torch.Tensor]:
+        """Return the tensors at a position; a single tensor becomes a list."""
+        return lists.as_list(*self.value(position))
 
-    def lists(self, place: int) -> list[list[torch.Tensor]]:
-        """Return the lists of tensors at a place."""
-        return lists.as_lists(*self.value(place))
+    def lists(self, position: int) -> list[list[torch.Tensor]]:
+        """Return the lists of tensors at a position."""
+        return lists.as_lists(*self.value(position))
 
     def root(self) -> int:
         """Return the root."""

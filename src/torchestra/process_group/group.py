@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any, ClassVar
+
+import torch
 
 from torchestra.arguments.annotations import check_integer, checked
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
-from torchestra.engine.device.agreement import DeviceRequest
 from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
+from torchestra.process_group.growing import GroupAdmission
+from torchestra.process_group.membership_methods import MembershipMethods
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.methods import CollectiveMethods
-from torchestra.process_group.shrinking import NewMembership, shrunk
-from torchestra.process_group.starting import choose_backend, requires_nccl, start
+from torchestra.process_group.reconfiguring import ReconfigureMethods
+from torchestra.process_group.shrinking import NewMembership
+from torchestra.process_group.splitting import NewGroup, SplitMethods
+from torchestra.process_group.starting import choose_backend, start_unregistered
 from torchestra.process_group.torch_names import BackendNames
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
@@ -28,7 +35,9 @@ GroupMaker = Callable[[Store, Sequence[int], int, str, float], "ProcessGroup"]
 """Makes a group; takes a store, the global ranks, this rank's number among them, a name and a time-out."""
 
 
-class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
+class ProcessGroup(
+    CollectiveMethods, BackendNames, MessageMethods, SplitMethods, ReconfigureMethods, MembershipMethods
+):
     """A set of ranks that run collectives together, in the same order on all of them.
 
     Made by :func:`torchestra.init_process_group` and :func:`torchestra.new_group`; or directly, with or
@@ -58,16 +67,21 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         ranks: the global ranks, by number.
         previous_ranks: in a group made by :meth:`shrink`, each rank's number in the group before.
         lost_ranks: the ranks that were lost, by their numbers in the group before.
-        generation: how often it has been shrunk.
-        successor: the group by which :meth:`shrink` has replaced this one; None before.
+        generation: how often it has been shrunk or grown.
+        member_ids: by number, the member id, which a rank keeps while the group is shrunk and grown.
+        joined_ranks: in a group made by :meth:`grow`, the ranks that were let in.
+        successor: the group by which :meth:`shrink` or :meth:`grow` has replaced this one; None before.
         known_as: the program's name for the backend.
         when_shrunk: called with this group and its successor; set by the registry.
+        admission: this rank's view of those that wait to be let in; None if nobody can be.
         maker: the function that made this group and makes its subgroups, if it is not torchestra's own.
+        bound_device_id: the CUDA device that the group was given as ``device_id``.
     """
 
     Options: ClassVar[type[GroupOptions]] = GroupOptions
     communicator: Communicator
     maker: GroupMaker | None = None
+    bound_device_id: torch.device | None = None
 
     @checked
     def __init__(
@@ -110,14 +124,17 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         self.previous_ranks: Sequence[int] = range(size)
         self.lost_ranks: tuple[int, ...] = ()
         self.generation = 0
+        self._times_made = Counter()
+        self.member_ids: tuple[int, ...] = tuple(range(size))
+        self.joined_ranks: tuple[int, ...] = ()
+        self.admission: GroupAdmission | None = None
         self.successor: ProcessGroup | None = None
         self.when_shrunk: Callable[[ProcessGroup, ProcessGroup], None] | None = None
         if communicator is not None:
             self.communicator = communicator
         else:
-            request = DeviceRequest(required=requires_nccl(chosen.backend))
             named = name or chosen.group_name
-            self.communicator = start(store, rank, size, named, seconds, self.backend, request=request)
+            self.communicator = start_unregistered(store, rank, size, named, seconds, chosen.backend)
             self._leave_at_last()
 
     def rank(self) -> int:
@@ -234,82 +251,31 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         self.backend = self.known_as = backend
         self.communicator.name, self.communicator.timeout_s = name, seconds
 
-    @checked
-    def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
-        """Make a group of the ranks that are left, which replaces this one.
-
-        To be called after a rank has died or left, by every rank that goes on; returns when all of these have
-        called, with the same members on all. They keep their order and are numbered from 0. Operations of
-        this group that ranks are still in, and every :class:`Work` that has not ended, fail
-        (:class:`RankFailedError`, if a rank has died). This group is destroyed then.
-
-        If this is the default group, the new one is the default group from then on: global ranks are
-        renumbered. Groups that have lost no rank go on, with the new global ranks; the others can only be
-        destroyed, or shrunk in their turn.
-
-        The new group has a store of its own, without any keys, which its rank 0 serves if ranks are processes
-        on one host. Across hosts the ranks agree through the group's store, and the new store is a part of
-        that. See docs/guides/surviving-failures.md.
-
-        Args:
-            exclude: ranks of this group to go on without, though they may be alive. In this group they get a
-                :class:`RankExcludedError`.
-            timeout: how long to wait for the other ranks; default: the group's.
-
-        Returns:
-            The new group; its ``previous_ranks`` are the numbers that its ranks had in this one, its
-            ``lost_ranks`` the numbers of the ranks that are not in it.
-
-        Raises:
-            CollectiveTimeoutError: a rank is alive but has not called in time; ``missing`` names it. The call
-                may be repeated.
-            RankExcludedError: the others go on without this rank.
-            GroupDestroyedError: this rank has destroyed the group, or shrunk it already.
-            DistNetworkError: the ranks are on several hosts, and the group's store is gone.
-            InvalidArgumentError: `exclude` names a rank that the group does not have, or this one.
-        """
-        return self._shrink(exclude, timeout, abort=True)
-
-    @checked
-    def shrink_when_idle(self, exclude: Sequence[int], timeout: Timeout | None = None) -> ProcessGroup:
-        """Do what :meth:`shrink` does, after this rank's operations in the group have ended, if they can.
-
-        Takes, returns and raises the same as :meth:`shrink`.
-        """
-        return self._shrink(exclude, timeout, abort=False)
-
-    def _shrink(self, exclude: Sequence[int], timeout: Timeout | None, *, abort: bool) -> ProcessGroup:
-        """Replace this group by a group of the ranks that are left."""
-        name = f"{self.group_name.removesuffix(f'~{self.generation}')}~{self.generation + 1}"
-
-        def put_into_place(made: NewMembership) -> ProcessGroup:
-            options = self.options
-            options.group_name = name
-            new = type(self)(
-                made.store,
-                made.communicator.rank,
-                made.communicator.size,
-                options,
-                ranks=[self.ranks[rank] for rank in made.survivors],
-                description=self.group_desc,
-                communicator=made.communicator,
-            )
-            new.generation = self.generation + 1
-            new.previous_ranks = made.survivors
+    def _successor(self, made: NewMembership) -> ProcessGroup:
+        ranks = [-1 if rank < 0 else self.ranks[rank] for rank in made.survivors]
+        new = group_of(made, type(self), self.options, self.group_desc, self._next_name(), ranks)
+        new.generation = self.generation + 1
+        if made.offer is None:
+            new.member_ids = tuple(self.member_ids[rank] for rank in made.survivors)
             new.lost_ranks = tuple(rank for rank in range(self.size()) if rank not in made.survivors)
-            return new
-
-        new = shrunk(self.communicator, self.backend, name, exclude, timeout, put_into_place, abort=abort)
-        self.successor = new
-        self.communicator.queue.became = new.group_name
-        if self.when_shrunk is None:
-            new._leave_at_last()
-        else:
-            self.when_shrunk(self, new)
-        self.communicator.close()
-        if self.generation:
-            self.store.close()
+        if self.admission is not None:
+            new.admission = GroupAdmission(self.admission.store, new.communicator)
         return new
+
+    def _make_group(
+        self, membership: NewGroup, options: GroupOptions, timeout: Timeout | None, description: str
+    ) -> ProcessGroup:
+        if self.maker is not None:
+            raise InvalidArgumentError(
+                f"group {self.group_name!r} of backend {self.backend!r} can be neither split nor merged here"
+            )
+        store, rank, ranks, name = membership
+        if options.backend is None:
+            options = copy(options)
+            options.backend = self.backend
+        return ProcessGroup(
+            store, rank, len(ranks), options, timeout=timeout, name=name, ranks=ranks, description=description
+        )
 
     def _leave_at_last(self) -> None:
         """Have the group left when nothing refers to this object any more."""
@@ -323,6 +289,10 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         leave theirs.
         """
         self.communicator.close()
+        if self.admission is not None:
+            self.admission.leave()
+        if self.reconfiguration is not None:
+            self.reconfiguration.close()
         if self.generation:
             leave_store(self.store)
 
@@ -338,8 +308,30 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         self.destroy()
 
     def __repr__(self) -> str:
-        place = f"rank {self.rank()} of {self.size()}"
-        return f"<ProcessGroup {self.group_name!r}: {place}, backend {self.backend!r}>"
+        rank = f"rank {self.rank()} of {self.size()}"
+        return f"<ProcessGroup {self.group_name!r}: {rank}, backend {self.backend!r}>"
+
+
+def group_of(
+    made: NewMembership,
+    kind: type[ProcessGroup],
+    options: GroupOptions,
+    description: str,
+    name: str,
+    ranks: Sequence[int],
+) -> ProcessGroup:
+    """Return a group of this rank's part in it: it has replaced another, or been joined."""
+    options.group_name = name
+    communicator = made.communicator
+    rank, size = communicator.rank, communicator.size
+    new = kind(
+        made.store, rank, size, options, ranks=ranks, description=description, communicator=communicator
+    )
+    new.previous_ranks = made.survivors
+    if (offer := made.offer) is not None:
+        new.generation, new.member_ids, new.lost_ranks = offer.terms.generation, offer.members, offer.lost
+        new.joined_ranks = tuple(sorted(offer.joiners.values()))
+    return new
 
 
 def _are_ranks(ranks: Sequence[int]) -> bool:

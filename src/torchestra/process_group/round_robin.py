@@ -54,11 +54,11 @@ class RoundRobinGroup(CollectiveMethods):
             raise InvalidArgumentError(
                 f"RoundRobinGroup: at least one group is needed, got `groups` = {shown(groups)}"
             )
-        places = [(group.rank(), group.size()) for group in groups]
-        if len(set(places)) > 1:
+        memberships = [(group.rank(), group.size()) for group in groups]
+        if len(set(memberships)) > 1:
             raise InvalidArgumentError(
-                "RoundRobinGroup: this rank must have the same place in all groups, got (rank, size)"
-                f" {', '.join(map(str, places))}"
+                "RoundRobinGroup: this rank must have the same rank and size in all groups, got (rank, size)"
+                f" {', '.join(map(str, memberships))}"
             )
         self.groups = tuple(groups)
         self.turn = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Union
 
 import torch
@@ -16,11 +17,11 @@ from torchestra.engine import warm_up
 from torchestra.engine.device.agreement import Agreement, DeviceRequest, agree, announce
 from torchestra.engine.device.nccl import is_nccl_built, why_no_nccl
 from torchestra.engine.fake import FakeEngine
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join
 from torchestra.engine.membership.joining import refuse as refuse_entry
-from torchestra.engine.multihost.host_discovery import hosts_found, may_span_hosts
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.host_discovery import hosts_found, may_span_hosts, refuse_hosts
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.rendezvous import launch_environment
@@ -75,7 +76,7 @@ def choose_backend(backend: str | None) -> str:
         if not is_nccl_built():
             raise DistBackendError(
                 f"Distributed package doesn't have NCCL built in: {why_no_nccl()}, so backend {backend!r}"
-                " cannot be had; without naming it, CUDA tensors go through the memory of the host"
+                " is not available; without naming it, CUDA tensors go through the memory of the host"
             )
     if "gloo" in named:
         _say_what_serves_gloo()
@@ -121,57 +122,64 @@ def _by_device(backend: str) -> list[tuple[str, str]]:
     return [(device, name) for device, _, name in parts]
 
 
-def start(
-    store: Store,
-    rank: int,
-    size: int,
-    name: str | None,
-    seconds: float,
-    backend: str,
-    program: threading.Thread | None = None,
-    hosts: Hosts | None = None,
-    bridge: str | None = None,
-    request: DeviceRequest = _NATIVE,
-    agreement: Agreement | None = None,
-) -> Communicator:
-    """Enter a group; returns when all ranks have.
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """What one rank knows of a group to be started.
 
-    Args:
+    Attributes:
         store: a store that the ranks of the group share.
-        name: of the group; if empty, one is derived from how many groups this rank has made over the store,
-            the same number on every rank.
-        seconds: how long to wait for the others, and later for their operations.
+        rank, size: this rank's number in the group, and how many ranks the group has.
+        name: of the group, never used before over the store.
+        timeout_s: how long to wait for the others, and later for their operations.
         backend: as :func:`choose_backend` gives it.
         program: the thread that the rank's program runs in; default: the calling thread.
         hosts: where the ranks are; default: the ranks find out.
         bridge: the bridge between hosts; default: the choice of :func:`choose_bridge`.
         request: which device this rank has, and whether NCCL must run the operations on it.
-        agreement: the ranks' agreement on their devices; default: they agree here.
+        agreement: the ranks' agreement on their devices; default: they agree when the group starts.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    name: str
+    timeout_s: float
+    backend: str
+    program: threading.Thread | None = None
+    hosts: Hosts | None = None
+    bridge: str | None = None
+    request: DeviceRequest = _NATIVE
+    agreement: Agreement | None = None
+
+    @property
+    def threads(self) -> bool:
+        """Return whether the ranks are threads."""
+        return self.backend == "threads"
+
+
+def start(spec: GroupSpec) -> Communicator:
+    """Enter a group; returns when all ranks have.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
         DistBackendError: NCCL is asked for, and not available; raised on every rank that asks for it.
     """
-    if name is None:
-        name = f"direct-{store.add(f'torchestra/made/{rank}', 1)}"
-    if backend == "fake":
-        return Communicator(FakeEngine(rank, size), name, seconds)
+    rank, size, name = spec.rank, spec.size, spec.name
+    if spec.backend == "fake":
+        return Communicator(FakeEngine(rank, size), name, spec.timeout_s)
     warm_up()
-    if program is None and (here := current_thread_rank()) is not None:
-        program = here.thread
-    own = PrefixStore(f"group/{name}", store)
-    threads = backend == "threads"
-    card = None
-    if agreement is None and not threads:
-        card = announce(own, rank, request, launch_environment().local_rank)
-    enter = partial(_enter, own, rank, size, name, seconds, threads, program, bridge)
-    if hosts is None and may_span_hosts(own, size):
-        with hosts_found(own, rank, size, name, seconds, threads=threads) as (found, residents):
-            communicator = enter(found, None if residents is None else residents.has_died)
+    own = PrefixStore(f"group/{name}", spec.store)
+    record = None
+    if spec.agreement is None and not spec.threads:
+        record = announce(own, rank, spec.request, launch_environment().local_rank)
+    if spec.hosts is None and may_span_hosts(own, size):
+        found = hosts_found(own, rank, size, name, spec.timeout_s, threads=spec.threads)
+        with found as (hosts, local_ranks):
+            communicator = _enter(spec, own, hosts, None if local_ranks is None else local_ranks.has_died)
     else:
-        communicator = enter(hosts)
+        communicator = _enter(spec, own, spec.hosts)
     try:
-        agreed = agreement or agree(own, size, name, card, request)
+        agreed = spec.agreement or agree(own, size, name, record, spec.request)
     except BaseException:
         communicator.close()
         raise
@@ -179,11 +187,33 @@ def start(
     return communicator
 
 
+def start_unregistered(
+    store: Store, rank: int, size: int, name: str | None, timeout_s: float, backend: str | None
+) -> Communicator:
+    """:func:`start` a group that is made as an object, outside of the world.
+
+    Args:
+        name: if empty, one is derived from how many such groups this rank has made over the store, the same
+            number on every rank.
+        backend: as for :func:`choose_backend`.
+    """
+    spec = GroupSpec(
+        store=store,
+        rank=rank,
+        size=size,
+        name=name or f"direct-{store.add(f'torchestra/made/{rank}', 1)}",
+        timeout_s=timeout_s,
+        backend=choose_backend(backend),
+        request=DeviceRequest(required=requires_nccl(backend)),
+    )
+    return start(spec)
+
+
 def refuse(store: Store, name: str, hosts: Hosts | None, why: str) -> None:
     """Tell the ranks that wait for the others in :func:`start` that their group cannot be made.
 
     Args:
-        store, name, hosts: the arguments of their :func:`start`.
+        store, name, hosts: those of their :class:`GroupSpec`.
         why: the text of their error.
     """
     own = PrefixStore(f"group/{name}", store)
@@ -195,30 +225,47 @@ def refuse(store: Store, name: str, hosts: Hosts | None, why: str) -> None:
         refuse_entry(own, why)
 
 
+def cancel(store: Store, name: str, why: str) -> None:
+    """Have ranks that are in :func:`start`, or will be, give up; it has no effect once all have come.
+
+    Args:
+        store, name: those of their :class:`GroupSpec`.
+        why: the text of their error.
+    """
+    hosts = refuse_hosts(PrefixStore(f"group/{name}", store), why)
+    refuse(store, name, hosts, why)
+
+
 def _enter(
-    own: Store,
-    rank: int,
-    size: int,
-    name: str,
-    seconds: float,
-    threads: bool,
-    program: threading.Thread | None,
-    bridge: str | None,
-    hosts: Hosts | None,
-    has_died: Callable[[int], bool] | None = None,
+    spec: GroupSpec, own: Store, hosts: Hosts | None, has_died: Callable[[int], bool] | None = None
 ) -> Communicator:
-    """Join the other ranks, on one host or on several."""
+    """Join the other ranks, on one host or on several, over the group's part of the store."""
+    program = spec.program
+    if program is None and (here := current_thread_rank()) is not None:
+        program = here.thread
+    rank, name, timeout_s = spec.rank, spec.name, spec.timeout_s
     if hosts is None or len(hosts) == 1:
-        context = join(own, rank, size, name, seconds, threads=threads, thread=program, has_died=has_died)
-        return Communicator(LocalEngine(context), name, seconds)
+        context = join(
+            own, rank, spec.size, name, timeout_s, threads=spec.threads, thread=program, has_died=has_died
+        )
+        return Communicator(LocalEngine(context), name, timeout_s)
     # Ranks of one host start quicker without the modules for several hosts.
     from torchestra.engine.multihost.bridge_selection import choose_bridge
     from torchestra.engine.multihost.joining import join_hosts
 
+    bridge = spec.bridge
     if bridge is None:
         mpiexec = launch_environment().source in ("mpich", "openmpi")
-        bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
+        bridge = choose_bridge(threads=spec.threads, mpiexec=mpiexec, has_secret=own.secret is not None)
     engine = join_hosts(
-        own, hosts, rank, name, seconds, threads=threads, bridge=bridge, thread=program, has_died=has_died
+        own,
+        hosts,
+        rank,
+        name,
+        timeout_s,
+        threads=spec.threads,
+        bridge=bridge,
+        thread=program,
+        has_died=has_died,
     )
-    return Communicator(engine, name, seconds)
+    return Communicator(engine, name, timeout_s)

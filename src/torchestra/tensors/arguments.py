@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchestra.engine.operations import Collective, Parameter, Shape
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp
 
@@ -151,13 +151,18 @@ def _check_whole(
 def check_in_place_list(
     row: Collective, tensors: Sequence[torch.Tensor], op: ReduceOp | None, *, real: bool
 ) -> Call:
-    """Check a list of tensors for one operation in place on all of them; refuse any other value."""
+    """Check a list of tensors for one operation in place on all; refuse other values, and other dtypes."""
     if op is not None:
         checks.check_op(op, row.name)
     for index, tensor in enumerate(tensors):
         checks.check_tensor(tensor, f"tensors[{index}]", row.name, written=True, real=real)
         if op is not None:
             checks.check_reducible(tensor, op, row.name)
+        if tensor.dtype != tensors[0].dtype:  # the kernel would take elements of one for those of the other
+            raise InvalidArgumentTypeError(
+                f"{row.name}: `tensors[{index}]` must be {tensors[0].dtype}, as `tensors[0]` is, got"
+                f" {tensor.dtype}"
+            )
     given = list(tensors)
     return Call(given, given, given, tensors[0].dtype)
 

@@ -13,8 +13,14 @@ from torchestra.arguments.annotations import check_integer, is_integer, refuse_t
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.local import moves, reduces
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
-from torchestra.tensors.contiguity import overlapping, overlaps_itself, plain_address, what_is_missing
-from torchestra.tensors.override import look_for_override
+from torchestra.tensors.contiguity import (
+    contiguity_problem,
+    contiguous_address,
+    has_no_elements,
+    overlapping,
+    overlaps_itself,
+)
+from torchestra.tensors.override import NoElementsError, find_override
 from torchestra.types import ReduceOp
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -45,7 +51,7 @@ def check_is_tensor(value: object, parameter: str, name: str) -> torch.Tensor:
             f" got {type(value).__name__} instead."
         )
     if value.__class__ is not torch.Tensor:
-        look_for_override(value, name)
+        find_override(value, name)
     return value
 
 
@@ -81,7 +87,7 @@ def check_tensor(
     """
     if (
         isinstance(tensor, torch.Tensor)
-        and plain_address(tensor)
+        and contiguous_address(tensor)
         and tensor.dtype in DTYPE_CODE
         and not tensor.is_quantized
     ):
@@ -95,14 +101,16 @@ def check_tensor(
             f" {name} only supports dense tensors"
         )
     if tensor.device.type not in DEVICES:
-        raise InvalidArgumentError(
+        error = NoElementsError if has_no_elements(tensor) else InvalidArgumentError
+        raise error(
             f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU"
             f" first"
         )
     if not moves(tensor.dtype):
         raise InvalidArgumentError(f"{name}: `{parameter}` has dtype {tensor.dtype}, which cannot be sent")
-    if missing := what_is_missing(tensor):
-        raise InvalidArgumentError(f"{name}: `{parameter}` {missing}")
+    if missing := contiguity_problem(tensor):
+        error = NoElementsError if has_no_elements(tensor) else InvalidArgumentError
+        raise error(f"{name}: `{parameter}` {missing}")
     if written and tensor.device.type == "cpu" and overlaps_itself(tensor):
         kind = "an expanded" if 0 in tensor.stride() else "an overlapping"
         raise InvalidArgumentError(
@@ -149,7 +157,9 @@ def check_list(
 
 def check_apart(tensors: Sequence[torch.Tensor], parameter: str, name: str) -> None:
     """Refuse tensors that are all to be written, but share memory with each other."""
-    if (index := overlapping([tensor for tensor in tensors if tensor.is_cpu])) is not None:
+    if (
+        index := overlapping([each for each in tensors if each.is_cpu and not has_no_elements(each)])
+    ) is not None:
         raise InvalidArgumentError(
             f"{name}: `{parameter}[{index}]` shares memory with a tensor before it in the list, and both"
             " cannot be written; give each result memory of its own"

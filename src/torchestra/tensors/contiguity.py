@@ -2,11 +2,13 @@
 
 The engine reads and writes memory by its address. A tensor may look like any other and have no memory of its
 own (fake, functional, zero and batched tensors, those of wrapper classes), or less than its shape requires
-(its storage was resized); :func:`plain_address` and :func:`what_is_missing` keep these from the engine.
+(its storage was resized); :func:`contiguous_address` and :func:`contiguity_problem` keep these from the
+engine.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +20,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 """The classes whose tensors have their elements in their own memory; those of other classes may not."""
 
 
-def plain_address(tensor: torch.Tensor) -> int:
+def contiguous_address(tensor: torch.Tensor) -> int:
     """Return the address of a CPU tensor's elements, if they lie one after the other in its memory; else 0.
 
     It is not for complex or quantized tensors, which their bits do not fully describe. It is 0 for empty
@@ -40,7 +42,7 @@ def plain_address(tensor: torch.Tensor) -> int:
     return 0
 
 
-def what_is_missing(tensor: torch.Tensor) -> str:
+def contiguity_problem(tensor: torch.Tensor) -> str:
     """Return why a dense tensor cannot be handed to the engine, as the rest of a sentence; "" if it can."""
     if is_lazy(tensor):
         return "has no memory and no shape yet; run the module that it is a parameter of once"
@@ -68,6 +70,14 @@ def what_is_missing(tensor: torch.Tensor) -> str:
     if not address:
         return f"has no memory of its own ({_described(tensor)}); give a plain tensor"
     return ""
+
+
+def has_no_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape only: a fake tensor, or one of the device "meta"."""
+    if tensor.__class__ in TENSORS:
+        return tensor.is_meta and not torch._is_functional_tensor(tensor)
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -99,7 +109,7 @@ def check_memory(tensor: torch.Tensor) -> None:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized)
-        and (missing := what_is_missing(tensor))
+        and (missing := contiguity_problem(tensor))
     ):
         raise InvalidArgumentError(f"a tensor of shape {tuple(tensor.shape)} {missing}")
 
@@ -135,40 +145,40 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def overlapping(tensors: Sequence[torch.Tensor]) -> int | None:
     """Return the index of a tensor that shares memory with an earlier one in the list; None if none does."""
     ranges = sorted(
-        (each.data_ptr(), each.data_ptr() + span(each) * each.itemsize, place)
-        for place, each in enumerate(tensors)
+        (each.data_ptr(), each.data_ptr() + span(each) * each.itemsize, index)
+        for index, each in enumerate(tensors)
         if each.numel()
     )
     together: list[int] = []
     first = last = 0
-    for start, stop, place in [*ranges, (last, last, -1)]:
-        if place >= 0 and start < last:
-            together.append(place)
+    for start, stop, index in [*ranges, (last, last, -1)]:
+        if index >= 0 and start < last:
+            together.append(index)
             last = max(last, stop)
             continue
         if len(together) > 1 and (found := _marked_twice(tensors, sorted(together), first, last)) is not None:
             return found
-        together, first, last = [place], start, stop
+        together, first, last = [index], start, stop
     return None
 
 
 def _marked_twice(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], first: int, last: int
+    tensors: Sequence[torch.Tensor], indices: Sequence[int], first: int, last: int
 ) -> int | None:
     """Do :func:`overlapping` for tensors within this range of addresses, which may be interleaved."""
     marks = torch.zeros(last - first, dtype=torch.uint8)
-    for place in places:
-        tensor = tensors[place]
+    for index in indices:
+        tensor = tensors[index]
         unit = tensor.itemsize
         shape, strides = (*tensor.shape, unit), (*(step * unit for step in tensor.stride()), 1)
         mine = marks.as_strided(shape, strides, tensor.data_ptr() - first)
         if bool(mine.any()):
-            return place
+            return index
         mine.fill_(1)
     return None
 
 
-def made_plain(tensor: torch.Tensor) -> torch.Tensor:
+def make_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor if its memory holds its elements one after the other, else such a copy of it."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -1,6 +1,6 @@
 """Convert Python objects to tensors of bytes, which collectives of objects move, and back.
 
-Packed objects are *a stream and buffers*. The buffers are the large memory of tensors and arrays, in place
+Packed objects are *a stream and buffers*. The buffers are the large memory of tensors and arrays, in offset
 (serialization.py). The stream begins with an index (words of 8 bytes)::
 
     objects | buffers | per object: bytes of its data, number of its buffers | per buffer: bytes
@@ -89,7 +89,7 @@ class PackedObjects:
 
     @classmethod
     def failure(cls, reason: BaseException) -> PackedObjects:
-        """Make the message that is sent in place of objects that could not be pickled."""
+        """Make the message that is sent in offset of objects that could not be pickled."""
         text = one_line(reason).encode()[:_INLINE_BYTES]
         return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8), [], failed=True)
 
@@ -138,14 +138,14 @@ class PackedObjects:
         objects, buffers = self._words(2)
         sizes = self._words(2 + 2 * objects)[2:]
         memory = self.stream.numpy().data
-        place, used, found = 8 * (2 + 2 * objects + buffers), 0, []
+        offset, used, found = 8 * (2 + 2 * objects + buffers), 0, []
         for length, count in zip(sizes[::2], sizes[1::2], strict=True):
             own = [buffer.untyped_storage() for buffer in self.buffers[used : used + count]]
             try:
-                found.append(deserialize(memory[place : place + length], own))
+                found.append(deserialize(memory[offset : offset + length], own))
             except Exception as error:
                 found.append(Unreadable(error))
-            place, used = place + length, used + count
+            offset, used = offset + length, used + count
         return found
 
     def _words(self, number: int) -> list[int]:

@@ -3,7 +3,7 @@
 Objects are pickled (protocol 5). In the pickle a tensor is its shape and the number of its storage; the
 storages stand beside the pickle, each once, and tensors that share one share it again afterwards::
 
-    count | per storage: first byte, bytes, place | memory of the small storages | pickle
+    count | per storage: first byte, bytes, offset | memory of the small storages | pickle
 
 Small memory is copied into this data, since a copy costs less than a transfer. Large memory is *out of band*:
 the sender moves it from where it is to where the receiver will use it.
@@ -35,6 +35,8 @@ import torch
 from torchestra.tensors.contiguity import check_memory, check_storage
 
 __all__ = [
+    "DTYPES",
+    "DTYPE_NUMBERS",
     "OUT_OF_BAND",
     "OutOfBand",
     "Reducer",
@@ -43,6 +45,7 @@ __all__ = [
     "deserialize",
     "reducer_in_progress",
     "serialize",
+    "shared_offsets",
 ]
 
 Reducer = Callable[[Any], Any]
@@ -58,7 +61,7 @@ _ALIGNMENT = 16
 _INLINE_BELOW = 1 << 14  # bytes: to copy so few twice is quicker than to send them apart
 _WASTE_FROM = 1 << 13  # bytes: what a view spans, but does not use, is sent with it if it is less than that
 # The common types by number: their names take longer to write and to look up than all else about a tensor.
-_DTYPES = (
+DTYPES = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -72,7 +75,7 @@ _DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
+DTYPE_NUMBERS: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 _COPYREG: dict[type, Reducer] = copyreg.dispatch_table
 _thread = threading.local()  # .table while it pickles, .message while it unpickles
 
@@ -121,21 +124,21 @@ class Serialized:
 
         Args:
             share: given the address and length of large memory, puts it where the receiver finds it, and
-                returns that place, or -1 where it shall be out of band.
+                returns that offset, or -1 where it shall be out of band.
             inline_below: how many bytes are too many to be copied into the data.
         """
         table, inline = [_COUNT.pack(len(self.storages))], list[bytes]()
         outside = list[OutOfBand]()
         for storage, begin, end in self.storages:
             first = begin and max(begin, 0) // _ALIGNMENT * _ALIGNMENT
-            length, place = end - first, _INLINE
+            length, offset = end - first, _INLINE
             if length < inline_below:
                 inline.append(ctypes.string_at(storage.data_ptr() + first, length))
             else:
-                place = OUT_OF_BAND if share is None else share(storage.data_ptr() + first, length)
-                if place == OUT_OF_BAND:
+                offset = OUT_OF_BAND if share is None else share(storage.data_ptr() + first, length)
+                if offset == OUT_OF_BAND:
                     outside.append((storage, first, length))
-            table.append(_ENTRY.pack(begin if begin == _BUFFER else first, length, place))
+            table.append(_ENTRY.pack(begin if begin == _BUFFER else first, length, offset))
         return [*table, *inline, self.pickled], outside
 
 
@@ -171,7 +174,7 @@ class _DispatchTable(dict[type, Reducer]):
         if tensor.is_conj() or tensor.is_neg():
             data = tensor.detach().resolve_conj().resolve_neg()
         shape, strides, size, count = tuple(data.shape), data.stride(), data.element_size(), data.numel()
-        dtype = _CODES.get(data.dtype, data.dtype)
+        dtype = DTYPE_NUMBERS.get(data.dtype, data.dtype)
         if count == 0:
             return _empty, (dtype, shape, tensor.requires_grad)
         span = count
@@ -191,7 +194,7 @@ class _DispatchTable(dict[type, Reducer]):
         storage = tensor.untyped_storage()
         number = self._number(storage, 0, storage.nbytes())
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        dtype = _CODES.get(tensor.dtype, tensor.dtype)
+        dtype = DTYPE_NUMBERS.get(tensor.dtype, tensor.dtype)
         return _tensor, (number, dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.requires_grad)
 
     def _reduce_parameter(self, parameter: torch.nn.Parameter) -> Any:
@@ -254,14 +257,14 @@ def _tensor(
     grad: bool,
 ) -> torch.Tensor:
     storages, begins, _ = _thread.message
-    dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
+    dtype = DTYPES[dtype] if isinstance(dtype, int) else dtype
     tensor = torch.empty(0, dtype=dtype)
     tensor.set_(storages[number], (offset - begins[number]) // dtype.itemsize, shape, strides)
     return tensor.requires_grad_() if grad else tensor
 
 
 def _empty(dtype: int | torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
-    dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
+    dtype = DTYPES[dtype] if isinstance(dtype, int) else dtype
     return torch.empty(shape, dtype=dtype, requires_grad=grad)
 
 
@@ -328,7 +331,7 @@ def deserialize(
         data: its data.
         out_of_band: the memory that was out of band, in the same order. Tensors and arrays lie in it.
         context: what :func:`deserialization_context` returns to functions that rebuild parts of it.
-        borrow: returns the memory that was shared, for its place and length.
+        borrow: returns the memory that was shared, for its offset and length.
 
     Raises:
         Exception: what unpickling raised.
@@ -336,16 +339,16 @@ def deserialize(
     (count,) = _COUNT.unpack_from(data)
     at = _COUNT.size + count * _ENTRY.size
     storages, begins, buffers, outside = [], [], [], iter(out_of_band)
-    for begin, length, place in _ENTRY.iter_unpack(data[_COUNT.size : at]):
-        if place == OUT_OF_BAND:
+    for begin, length, offset in _ENTRY.iter_unpack(data[_COUNT.size : at]):
+        if offset == OUT_OF_BAND:
             storage = next(outside)
-        elif place == _INLINE:
+        elif offset == _INLINE:
             storage = torch.UntypedStorage(length)
             ctypes.memmove(storage.data_ptr(), bytes(data[at : at + length]), length)
             at += length
         else:
             assert borrow is not None
-            storage = borrow(place, length)
+            storage = borrow(offset, length)
         storages.append(storage)
         begins.append(begin)
         if begin == _BUFFER:
@@ -355,6 +358,13 @@ def deserialize(
         return pickle.loads(data[at:], buffers=buffers)
     finally:
         _thread.message = before
+
+
+def shared_offsets(data: memoryview) -> list[tuple[int, int]]:
+    """Return where the memory is that both sides share, and how many bytes, of what deserialize() reads."""
+    (count,) = _COUNT.unpack_from(data)
+    entries = _ENTRY.iter_unpack(data[_COUNT.size : _COUNT.size + count * _ENTRY.size])
+    return [(offset, length) for _, length, offset in entries if offset not in (OUT_OF_BAND, _INLINE)]
 
 
 def deserialization_context() -> Any:

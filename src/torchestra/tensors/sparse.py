@@ -21,7 +21,7 @@ from torchestra.engine.local import reduces
 from torchestra.engine.operations import ALL_GATHER, ALL_GATHER_INTO_TENSOR, DTYPE_NAMES, Kind
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError
-from torchestra.tensors.contiguity import what_is_missing
+from torchestra.tensors.contiguity import contiguity_problem
 from torchestra.types import ReduceOp
 
 OPERATIONS = 3
@@ -29,9 +29,9 @@ OPERATIONS = 3
 
 _HEADS = replace(ALL_GATHER_INTO_TENSOR, kind=Kind.sparse_all_reduce)
 _ENTRIES = replace(ALL_GATHER, kind=Kind.sparse_all_reduce)
-_MOST_DIMENSIONS = 16
+_MAX_DIMENSIONS = 16
 # A rank's description of its tensor, as int64: dtype, sparse dimensions, all dimensions, lengths, entries.
-_HEAD = 4 + _MOST_DIMENSIONS
+_HEAD = 4 + _MAX_DIMENSIONS
 # Types whose entries torch cannot add up, or not precisely enough, and those in which it can.
 _ADDED_AS = {
     torch.float16: torch.float32,
@@ -75,7 +75,7 @@ def check(tensors: object, op: ReduceOp, name: str) -> list[torch.Tensor]:
                 " memory of its own; give a plain one"
             )
         for part in (tensor._indices(), tensor._values()):
-            if missing := what_is_missing(part):
+            if missing := contiguity_problem(part):
                 raise InvalidArgumentError(f"{name}: a part of the sparse tensor at index {index} {missing}")
     if op.name != "SUM":
         raise InvalidArgumentError(
@@ -84,9 +84,9 @@ def check(tensors: object, op: ReduceOp, name: str) -> list[torch.Tensor]:
         )
     if not reduces(first.dtype, op):
         raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {first.dtype}")
-    if first.dim() > _MOST_DIMENSIONS:
+    if first.dim() > _MAX_DIMENSIONS:
         raise InvalidArgumentError(
-            f"{name}: sparse tensors may have {_MOST_DIMENSIONS} dimensions, got {first.dim()}"
+            f"{name}: sparse tensors may have {_MAX_DIMENSIONS} dimensions, got {first.dim()}"
         )
     return list(tensors)
 
@@ -150,7 +150,7 @@ def _sparse(
 
 
 def _head(tensor: torch.Tensor, entries: int) -> torch.Tensor:
-    lengths = [*tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
+    lengths = [*tensor.shape, *[0] * (_MAX_DIMENSIONS - tensor.dim())]
     numbers = [DTYPE_CODE[tensor.dtype], tensor.sparse_dim(), tensor.dim(), *lengths, entries]
     return torch.tensor(numbers, dtype=torch.int64)
 

@@ -23,6 +23,37 @@ default_pg_timeout = DEFAULT_TIMEOUT
 """The time-out of a default group that is made without one."""
 
 
+class Backend(str):
+    """The names of backends, as attributes; ``Backend(name)`` is the name in lower case, a plain str.
+
+    ``NATIVE`` and ``THREADS`` are torchestra's engine between processes and between threads, ``GLOO``
+    whichever of these the rank was launched with, ``FAKE`` the fake world, ``NCCL`` torch's for CUDA tensors.
+    ``MPI``, ``UCC`` and ``XCCL`` are torch's names for what torchestra does not have;
+    :func:`is_backend_available` tells.
+
+    Raises:
+        InvalidArgumentError: the name is not a str.
+    """
+
+    __slots__ = ()
+
+    UNDEFINED = "undefined"
+    NATIVE = "native"
+    THREADS = "threads"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    UCC = "ucc"
+    MPI = "mpi"
+    XCCL = "xccl"
+    FAKE = "fake"
+
+    def __new__(cls, name: str) -> str:  # type: ignore[misc]
+        """Return the name in lower case."""
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"Backend constructor parameter must be string-ish, got {name!r}")
+        return name.lower()
+
+
 @checked
 def is_backend_available(backend: str) -> bool:
     """Return whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."``

@@ -19,7 +19,7 @@ from torchestra.arguments.annotations import check_integer
 from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError, shown
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.starting import refuse
-from torchestra.store.joint_errors import raising_together
+from torchestra.store.collective_errors import raise_on_all_ranks
 from torchestra.world.registry import compact
 
 _FEW = 16
@@ -83,7 +83,7 @@ def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]
             own yet.
     """
     key = f"new_group/{key}"
-    with raising_together(parent.store, key, parent.size(), CollectiveMismatchError):
+    with raise_on_all_ranks(parent.store, key, parent.size(), CollectiveMismatchError):
         _check_same(parent, key, call)
         try:
             yield

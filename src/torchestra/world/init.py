@@ -6,10 +6,11 @@ only state of torchestra that is not reached through an object, and only these t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple, Union
 
 import torch
@@ -18,24 +19,27 @@ from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.communicator import work_registry
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.lazy import LazyCommunicator
-from torchestra.engine.device.agreement import Agreement, DeviceRequest
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
-from torchestra.errors import InvalidArgumentError, NothingToDestroyError, NotInitializedError
+from torchestra.errors import InvalidArgumentError, NothingToDestroyError, NotInitializedError, shown
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
-from torchestra.process_group.starting import AnyStore, choose_backend, device_request, start
+from torchestra.process_group.growing import GroupAdmission
+from torchestra.process_group.starting import AnyStore, GroupSpec, choose_backend, device_request, start
 from torchestra.rendezvous import rendezvous
-from torchestra.store import FakeStore, PrefixStore, Store
-from torchestra.store.joint_errors import raising_together
+from torchestra.store import FakeStore, Store
+from torchestra.store.collective_errors import raise_on_all_ranks
 from torchestra.store.secret import Secret
+from torchestra.store.torch_agent import TorchStore
+from torchestra.system.phases import report
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
+from torchestra.world.joining import JOIN_VARIABLE, join_world, joins_by_environment
+from torchestra.world.reconfiguring import make_reconfigurable_world
+from torchestra.world.registration import admission_store, refuse_second_world, register, world_store
 from torchestra.world.registry import World, current_world, own_world
 
 AnyGroup = Union[ProcessGroup, NonMember]
 DEFAULT_NAME = "default"
-_MOST_FAKE_RANKS = 1 << 31
-_NO_REQUEST = DeviceRequest()
+_MAX_FAKE_RANKS = 1 << 31
 
 
 class GroupTerms(NamedTuple):
@@ -113,8 +117,12 @@ def init_process_group(
     *,
     secret: Secret = None,
     then: Callable[[], object] | None = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Meet the other ranks and make the default group. Must be called by every rank, and first.
+
+    Where the environment variable TORCHESTRA_JOIN is 1, this rank joins a job that runs, as :func:`join`
+    does; then ``rank``, ``world_size``, ``group_name`` and ``pg_options`` say nothing.
 
     Args:
         backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
@@ -136,6 +144,10 @@ def init_process_group(
             same user on one host can meet, and ranks on several hosts cannot.
         then: called without arguments when the default group is made. ``torchestra.interop.adopt`` makes it
             torch.distributed's default group as well.
+        enable_reconfigure: make a default group that has no peers until its
+            :meth:`~ProcessGroup.reconfigure` is called, and may have others each time. No rank is waited
+            for, there is no ``init_method``, and ``rank``, ``world_size`` and ``store`` are only what the
+            group says of itself until then; default: what the launcher has said, else rank 0 of 1.
 
     Raises:
         InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
@@ -144,7 +156,9 @@ def init_process_group(
         CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
     """
     terms = GroupTerms(timeout, backend, pg_options, device_id)
-    make_world(terms, init_method, world_size, rank, store, group_name, secret)
+    make_world(
+        terms, init_method, world_size, rank, store, group_name, secret, enable_reconfigure=enable_reconfigure
+    )
     if then is not None:
         then()
 
@@ -157,13 +171,19 @@ def make_world(
     store: AnyStore | None,
     group_name: str,
     secret: Secret = None,
+    *,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Do what :func:`init_process_group` does, on any terms."""
     world = own_world()
-    if world.default is not None:
-        raise InvalidArgumentError(
-            "trying to initialize the default process group twice! Call destroy_process_group() first"
-        )
+    refuse_second_world(world)
+    if enable_reconfigure:
+        _make_reconfigurable(world, terms, init_method, world_size, rank, store, group_name, secret)
+        return
+    if terms.maker is None and joins_by_environment() and choose_backend(terms.backend) != "fake":
+        join_world(init_method, terms.timeout, None, store, terms.backend, terms.device_id, secret)
+        del os.environ[JOIN_VARIABLE]  # a later world is a new one, and so are the groups of child processes
+        return
     request = device_request(terms.backend, terms.device_id)
     timeout_s = terms.timeout_s(DEFAULT_TIMEOUT)
     here = current_thread_rank()
@@ -183,56 +203,84 @@ def make_world(
             store=store,
             secret=secret,
         )
-        store, rank, world_size = PrefixStore("torchestra", meeting.store), meeting.rank, meeting.world_size
+        store, rank, world_size = world_store(meeting.store), meeting.rank, meeting.world_size
     if world.thread is None:
         world.thread = threading.current_thread()
-    with raising_together(store, "init", world_size):
-        group = start_group(
-            store,
-            ranks=range(world_size),
+    with raise_on_all_ranks(store, "init", world_size):
+        spec = GroupSpec(
+            store=store,
             rank=rank,
+            size=world_size,
             name=DEFAULT_NAME,
-            backend=chosen,
             timeout_s=timeout_s,
-            description=group_name or "default_pg",
-            maker=terms.maker,
+            backend=chosen,
+            program=world.thread,
             request=request,
         )
+        description = group_name or "default_pg"
+        group = start_group(spec, range(world_size), description, deferred=True, maker=terms.maker)
+        _register_and_meet(world, group)
+    if terms.maker is None and chosen != "fake":
+        group.admission = GroupAdmission(admission_store(store), group.communicator)
+    report("joined")
+
+
+def _make_reconfigurable(
+    world: World,
+    terms: GroupTerms,
+    init_method: str | None,
+    world_size: int,
+    rank: int,
+    store: AnyStore | None,
+    group_name: str,
+    secret: Secret,
+) -> None:
+    if terms.maker is not None:
+        raise InvalidArgumentError(
+            "enable_reconfigure: groups of registered backends are made with their ranks"
+        )
+    if init_method is not None:
+        raise InvalidArgumentError(
+            "enable_reconfigure: ranks exchange handles, and meet at no `init_method`; leave it out, got"
+            f" {shown(init_method)}"
+        )
+    own = None if store is None else store if isinstance(store, Store) else TorchStore(store, proves=None)
+    request = device_request(terms.backend, terms.device_id)
+    make_reconfigurable_world(
+        world,
+        DEFAULT_NAME,
+        choose_backend(terms.backend),
+        terms.timeout_s(DEFAULT_TIMEOUT),
+        world_size,
+        rank,
+        own,
+        group_name or "default_pg",
+        request,
+        secret,
+    )
+
+
+def _register_and_meet(world: World, group: ProcessGroup) -> None:
+    """Make a group the default group, and meet the other ranks; if that fails, there is none.
+
+    A rank that has met the others may act at once, by a remote call for example, while others are on their
+    way out of the meeting: their default group is registered by then. To use it is to wait for the meeting.
+    """
     world.default = group
     register(world, group)
-
-
-def register(world: World, group: ProcessGroup, tag: str = "") -> None:
-    """Enter a new group into a registry, where the group that it is shrunk to will replace it."""
-    world.add(group, tag)
-    group.when_shrunk = partial(_replace, world, tag)
-
-
-def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> None:
-    """Replace a group in the registry by the group that it was shrunk to."""
-    world.remove(old)
-    register(world, new, tag)
-    if old is not world.default:
-        return
-    world.default = new
-    world.made = 0
-    world.made_locally.clear()
-    numbers = {before: now for now, before in enumerate(new.previous_ranks)}
-    for group in list(world.groups.values()):
-        if not group.communicator.has_met:
-            group.destroy()  # its members have not met, and would look for each other in the old store
-            world.remove(group)
-        elif lost := group.renumber(numbers):
-            group.communicator.abort(
-                f"the world has been shrunk and has no rank {lost[0]} of this group any more; shrink() the"
-                " group, or destroy it",
-                failed=lost,
-            )
+    try:
+        if isinstance(group.communicator, LazyCommunicator):
+            group.communicator.met(once=True)
+    except BaseException:
+        world.default = None
+        world.remove(group)
+        group.destroy()
+        raise
 
 
 def _fake_world(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
     """Return the store, rank and world size of a fake world, whose only rank meets no other."""
-    if not 0 <= rank < world_size < _MOST_FAKE_RANKS:
+    if not 0 <= rank < world_size < _MAX_FAKE_RANKS:
         raise InvalidArgumentError(
             'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
             f" rank {rank} and world_size {world_size}"
@@ -241,52 +289,45 @@ def _fake_world(store: Store | None, rank: int, world_size: int) -> tuple[Store,
 
 
 def start_group(
-    store: Store,
+    spec: GroupSpec,
     ranks: Sequence[int],
-    rank: int,
-    name: str,
-    backend: str,
-    timeout_s: float,
     description: str,
+    *,
     deferred: bool = False,
-    hosts: Hosts | None = None,
     maker: GroupMaker | None = None,
-    request: DeviceRequest = _NO_REQUEST,
-    agreement: Agreement | None = None,
 ) -> ProcessGroup:
     """Make a group whose members call this, each with its own rank; returns when all have come.
 
     Args:
-        store: a store that the members share.
         ranks: the members' global ranks.
-        rank: this rank's number in the group.
-        name: of the group, never used before.
-        backend, hosts, request, agreement: as for start() in process_group/starting.py.
-        timeout_s: the group's time-out.
+        description: of the group, for its ``group_desc``.
         deferred: return at once; the members meet in their first operation.
         maker: a function that makes the group instead of a backend.
     """
     if maker is not None:
-        made = maker(store, ranks, rank, name, timeout_s)
+        made = maker(spec.store, ranks, spec.rank, spec.name, spec.timeout_s)
         made.group_desc = description
         return made
-    size = len(ranks)
-    program = current_world().thread
 
     def meet(timeout_s: float) -> Communicator:
-        return start(
-            store, rank, size, name, timeout_s, backend, program, hosts, request=request, agreement=agreement
-        )
+        return start(replace(spec, timeout_s=timeout_s))
 
     def made_of(communicator: Communicator | LazyCommunicator) -> ProcessGroup:
-        options = GroupOptions(timeout_s, backend=backend)
-        return ProcessGroup(
-            store, rank, size, options, ranks=ranks, description=description, communicator=communicator
+        made = ProcessGroup(
+            spec.store,
+            spec.rank,
+            spec.size,
+            GroupOptions(spec.timeout_s, backend=spec.backend),
+            ranks=ranks,
+            description=description,
+            communicator=communicator,
         )
+        made.bound_device_id = spec.request.device
+        return made
 
     if not deferred:
-        return made_of(meet(timeout_s))
-    placeholder = LazyCommunicator(rank, size, name, timeout_s, meet)
+        return made_of(start(spec))
+    placeholder = LazyCommunicator(spec.rank, spec.size, spec.name, spec.timeout_s, meet)
     group = made_of(placeholder)
     placeholder.replace = lambda made: setattr(group, "communicator", made)
     return group

@@ -13,11 +13,12 @@ from torchestra.engine.device.agreement import DeviceRequest
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
-from torchestra.process_group.starting import choose_backend, device_request
+from torchestra.process_group.starting import GroupSpec, choose_backend, device_request
 from torchestra.system.forking import refusal
 from torchestra.types import Timeout
 from torchestra.world.group_agreement import GroupCall, checked_ranks, same_call
-from torchestra.world.init import DEFAULT_NAME, AnyGroup, GroupTerms, default_group, register, start_group
+from torchestra.world.init import DEFAULT_NAME, AnyGroup, GroupTerms, default_group, start_group
+from torchestra.world.registration import register
 from torchestra.world.registry import World, compact, current_world, label
 
 _DEFAULTS = GroupTerms()
@@ -160,9 +161,11 @@ def _terms(asked: GroupTerms) -> _Terms:
 
 
 def _name_in(parent: ProcessGroup, name: str) -> str:
-    if parent.group_name == DEFAULT_NAME:
+    epoch = "" if (made := parent.reconfiguration) is None or made.uuid is None else f"~{made.uuid}"
+    if parent.group_name == DEFAULT_NAME and not epoch:
         return name
-    return f"{name}@{parent.group_name}"  # groups made before the world was shrunk may have the short one
+    # Groups made before the world was shrunk or reconfigured may have the short one.
+    return f"{name}@{parent.group_name}{epoch}"
 
 
 def _make_together(
@@ -204,19 +207,18 @@ def _make_named(
     if tag and (existing := world.find(ranks, tag)) is not None:
         return existing
     agreement = None if parent.maker is not None else agreement_of(parent.communicator)
-    group = start_group(
-        parent.store,
-        ranks=ranks,
+    spec = GroupSpec(
+        store=parent.store,
         rank=ranks.index(parent.rank()),
+        size=len(ranks),
         name=name,
-        backend=terms.backend,
         timeout_s=terms.timeout_s,
-        description=group_desc or "undefined",
-        deferred=deferred,
+        backend=terms.backend,
+        program=world.thread,
         hosts=None if parent.maker is not None else parent.communicator.hosts_among(ranks),
-        maker=terms.maker,
         request=terms.request,
         agreement=None if agreement is None else agreement.among(ranks),
     )
+    group = start_group(spec, ranks, group_desc or "undefined", deferred=deferred, maker=terms.maker)
     register(world, group, tag)
     return group

@@ -91,7 +91,7 @@ class World:
         known = self.groups.get(name) or self._direct_groups.setdefault(name, group)
         if known is not group:
             raise InvalidArgumentError(
-                f"there is another group named {name!r} already: give each group that is made directly a name"
+                f"a group named {name!r} exists already; give a group that is made directly a name of its own"
             )
 
     def remove(self, group: ProcessGroup) -> None:

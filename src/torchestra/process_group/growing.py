@@ -1,0 +1,210 @@
+"""Let ranks into a job's group, and get into one: what grow() and join() need of a group's terms."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.device import agreement_of
+from torchestra.engine.device.agreement import DeviceRequest
+from torchestra.engine.membership.admission import Admission, JoinRequest, Offer, Terms
+from torchestra.engine.membership.growing import GrownGroup, Growth
+from torchestra.engine.membership.joiner import Joiner
+from torchestra.engine.membership.joiner_detector import JoinerDetector
+from torchestra.engine.membership.pending_joiners import PendingJoiners
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
+from torchestra.errors import DistError, DistNetworkError
+from torchestra.process_group.starting import GroupSpec, cancel, start
+from torchestra.store import HashStore, Store
+from torchestra.system.deadline import Deadline
+
+_POLL_S = 0.05
+_LEAVE_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class GroupAdmission:
+    """One member's view of those that wait to be let into its group.
+
+    Args:
+        store: the admission store of the job.
+        communicator: the group's.
+    """
+
+    def __init__(self, store: Store, communicator: Communicator) -> None:
+        self.store = store
+        self._communicator = communicator
+        self._detector: JoinerDetector | None = None
+        self._lock = threading.Lock()
+        self._count: PendingJoiners | None = None
+        self._waiting = 0
+        self._watching = False
+        self._closed = threading.Event()
+        self._process = os.getpid()
+
+    # -- pending_joiners()
+
+    def pending(self) -> int:
+        """Return how many wait, the same on all ranks; every rank of the group must call it."""
+        communicator = self._communicator
+        if not self._watching:
+            self._watching = True
+            if communicator.rank == 0:
+                name = f"torchestra-joiners-{communicator.name}"
+                threading.Thread(target=self._watch, name=name, daemon=True).start()
+        if communicator.engine.hosts is not None:
+            waiting = torch.tensor([self._waiting])
+            communicator.broadcast(waiting, 0)
+            return int(waiting.item())
+        return self._shared_count().count()
+
+    def _shared_count(self) -> PendingJoiners:
+        with self._lock:
+            if self._count is None:
+                self._count = PendingJoiners(self._communicator.engine.context)
+            return self._count
+
+    def _watch(self) -> None:
+        count = None if self._communicator.engine.hosts is not None else self._shared_count()
+        try:
+            while not self._closed.wait(_POLL_S):
+                self._waiting = len(self.waiting())
+                if count is not None:
+                    count.publish(self._waiting)
+        except (DistError, OSError) as error:
+            # At exit the store's connections are closed, also those of a group that nobody has destroyed.
+            if not self._closed.is_set() and threading.main_thread().is_alive():
+                _log.warning(
+                    "group %r: the job's store is out of reach, so no rank can join it any more: %s",
+                    self._communicator.name,
+                    error,
+                )
+            self._waiting = 0
+            while count is not None and not count.publish(0) and not self._closed.wait(_POLL_S):
+                pass
+
+    def waiting(self) -> list[JoinRequest]:
+        """Return the join requests of those that wait now, as this rank sees it."""
+        with self._lock:
+            return self._own_detector().waiting()
+
+    def _own_detector(self) -> JoinerDetector:
+        if self._detector is None:
+            self._detector = JoinerDetector(self._admission())
+        return self._detector
+
+    def _admission(self) -> Admission:
+        return Admission(self.store, heartbeat_bound())
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+
+    def leave(self) -> None:
+        """Stop looking, and say that this rank leaves the job; when all have, those that wait are told."""
+        if self._closed.is_set() or os.getpid() != self._process:
+            return
+        self.close()
+        with contextlib.suppress(DistError, OSError):  # the store may be gone
+            admission = Admission(self.store, min(_LEAVE_S, heartbeat_bound()))
+            admission.leave(self._communicator.name, self._communicator.size)
+
+    # -- grow()
+
+    def growth(self, terms: Terms, backend: str, program: threading.Thread) -> Growth[Communicator]:
+        """Return how this member lets in those that wait; ends the thread that looks for them.
+
+        Raises:
+            DistNetworkError: the job's store is out of reach.
+        """
+        agreement = agreement_of(self._communicator)
+        request = (
+            DeviceRequest() if agreement is None else DeviceRequest(agreement.device, agreement.required)
+        )
+        try:
+            with self._lock:
+                detector = self._own_detector()
+                detector.wait_until_known()
+        except (DistError, OSError) as error:
+            raise DistNetworkError(
+                f"rank {self._communicator.rank}: group {self._communicator.name!r} cannot grow, because the"
+                f" job's store, through which ranks ask to be let in, is gone or out of reach ({error})."
+                " shrink() goes on without it on one host; a store that the launcher serves (torchestra run)"
+                " outlives every rank"
+            ) from error
+        enter = partial(_enter, backend, program, request)
+        return Growth(terms, self._admission(), detector, enter, _cancel)
+
+
+def ask_to_join(
+    store: Store,
+    member: int | None,
+    backend: str,
+    seconds: float,
+    program: threading.Thread,
+    request: DeviceRequest,
+) -> GrownGroup[Communicator]:
+    """Ask the members of a job to be let in; return this rank's part in their group.
+
+    Args:
+        store: the admission store of the job.
+        member: the member id to ask for.
+        backend: as choose_backend() gives it.
+        seconds: how long to wait.
+        program: the thread that the rank's program runs in.
+        request: which device this rank has.
+
+    Raises:
+        CollectiveTimeoutError: they have not let it in within the time.
+        DistBackendError: they have refused it.
+        DistNetworkError: the store is gone.
+    """
+    enter: Callable[[Store, int, Offer, float], Communicator] = partial(_enter, backend, program, request)
+    if backend != "threads":
+        # What is slow the first time in a process comes before this rank is waited for.
+        rehearsal = GroupSpec(
+            store=HashStore(), rank=0, size=1, name="rehearsal", timeout_s=seconds, backend=backend,
+            program=program,
+        )  # fmt: skip
+        start(rehearsal).close()
+    join_request = JoinRequest.new(member, backend)
+    admission = Admission(store, heartbeat_bound())
+    return Joiner(admission, join_request, Deadline(seconds), enter, _cancel).run()
+
+
+def _enter(
+    backend: str,
+    program: threading.Thread,
+    request: DeviceRequest,
+    store: Store,
+    rank: int,
+    offer: Offer,
+    seconds: float,
+) -> Communicator:
+    terms = offer.terms
+    made = start(
+        GroupSpec(
+            store=store,
+            rank=rank,
+            size=offer.size,
+            name=terms.name,
+            timeout_s=seconds,
+            backend=backend,
+            program=program,
+            bridge=terms.bridge,
+            request=request,
+        )
+    )
+    made.timeout_s = terms.timeout_s
+    return made
+
+
+def _cancel(store: Store, offer: Offer) -> None:
+    cancel(store, offer.terms.name, "it was given up, as one of its ranks is gone or has given up")
