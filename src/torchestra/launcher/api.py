@@ -29,7 +29,7 @@ __all__ = ["RemoteTraceback", "launch", "launched", "started"]
 
 T = TypeVar("T")
 
-_MOST_RANKS = 1 << 16
+_MAX_RANKS = 1 << 16
 _AT_THE_END: StopPlan = ((signal.SIGTERM, 0.4),)
 
 
@@ -95,9 +95,9 @@ def launch(
 
 
 def _check_arguments(nproc: int | Literal["auto"], env: Mapping[str, str]) -> None:
-    if nproc != "auto" and not 1 <= nproc <= _MOST_RANKS:
+    if nproc != "auto" and not 1 <= nproc <= _MAX_RANKS:
         raise InvalidArgumentError(
-            f"launch: nproc must be a positive int or 'auto', got {shown(nproc)}, where {_MOST_RANKS} is the"
+            f"launch: nproc must be a positive int or 'auto', got {shown(nproc)}, where {_MAX_RANKS} is the"
             " most"
         )
     for variable, value in env.items():

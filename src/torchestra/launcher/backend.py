@@ -10,8 +10,9 @@ import abc
 import signal
 from typing import BinaryIO, Protocol
 
+from torchestra.errors import DistBackendError
 from torchestra.launcher.event_loop import EventLoop
-from torchestra.launcher.spec import Ended, Failure, JobSpec
+from torchestra.launcher.spec import Ended, Failure, JobSpec, PhaseReached, StoreServed
 
 
 class JobListener(Protocol):
@@ -30,8 +31,14 @@ class JobListener(Protocol):
     def forked(self, rank: int, pid: int, host: str = "") -> None:
         """Note that a rank has a process; on another host if ``host`` names one."""
 
+    def store_served(self, served: StoreServed) -> None:
+        """Note which processes serve the job's store."""
+
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         """Show a rank's output to standard output (stream 0) or error (1). Empty: it closed the stream."""
+
+    def reached(self, rank: int, reached: PhaseReached) -> None:
+        """Note that a rank has reached a phase of its membership."""
 
     def failed(self, rank: int, failure: Failure) -> None:
         """Note the exception that ends a rank."""
@@ -49,8 +56,8 @@ class JobListener(Protocol):
 class LaunchBackend(abc.ABC):
     """Starts the ranks of a job, and reports their events to a :class:`JobListener`.
 
-    It calls ``begun`` once; ``forked``, ``printed``, ``failed`` and ``returned`` as they occur; and ``ended``
-    last for each rank.
+    It calls ``begun`` once; ``forked``, ``printed``, ``reached``, ``failed`` and ``returned`` as they
+    occur; and ``ended`` last for each process of a rank.
 
     Attributes:
         listener: the job, once the job has started.
@@ -67,9 +74,17 @@ class LaunchBackend(abc.ABC):
     def _start(self) -> None:
         """Do the backend's own part of :meth:`start`."""
 
+    def replace(self, rank: int) -> None:
+        """Begin to start a rank again whose process has ended; it is to join the others.
+
+        Raises:
+            DistBackendError: this backend cannot.
+        """
+        raise DistBackendError(f"{type(self).__name__} cannot start rank {rank} again")
+
     @abc.abstractmethod
-    def signal(self, signum: signal.Signals, final: bool) -> None:
-        """Signal the ranks (see :class:`~torchestra.launcher.spec.SignalRanks`)."""
+    def signal(self, signum: signal.Signals, final: bool, rank: int | None = None) -> None:
+        """Signal the ranks, or one (see :class:`~torchestra.launcher.spec.SignalRanks`)."""
 
     @abc.abstractmethod
     def drain(self) -> None:

@@ -13,13 +13,14 @@ import socket
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from torchestra.errors import DistBackendError
 from torchestra.system.limits import no_descriptors
 from torchestra.system.memory_files import make_memory_file
 
 _INLINE = b"i"
 _IN_FILE = b"f"
 _LONGEST_PACKET = 60_000
-_MOST_FILES = 16
+_MAX_FILES = 16
 
 
 class Message(NamedTuple):
@@ -59,10 +60,10 @@ def receive(end: socket.socket) -> Message | None:
     """Return the next message, or None when the other end is closed or its process is gone.
 
     Raises:
-        DistBackendError: this process cannot open any more files.
+        DistBackendError: this process cannot open any more files, or a message cannot be read.
     """
     try:
-        packet, files, flags, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES)
+        packet, files, flags, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MAX_FILES)
     except ConnectionError:
         return None
     # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
@@ -74,8 +75,18 @@ def receive(end: socket.socket) -> Message | None:
         raise no_descriptors("files that came with a message between the launcher and its ranks were lost")
     if not packet:
         return None
-    if packet[:1] == _INLINE:
-        return Message(pickle.loads(packet[1:]), files)
-    with os.fdopen(files.pop(), "rb") as file:
-        file.seek(0)
-        return Message(pickle.load(file), files)
+    try:
+        if packet[:1] == _INLINE:
+            return Message(pickle.loads(packet[1:]), files)
+        if packet != _IN_FILE or not files:
+            raise ValueError(f"it begins with {packet[:20]!r}, and {len(files)} files came with it")
+        with os.fdopen(files.pop(), "rb") as file:
+            file.seek(0)
+            return Message(pickle.load(file), files)
+    except Exception as error:
+        for descriptor in files:
+            os.close(descriptor)
+        raise DistBackendError(
+            f"a message between the launcher and its ranks cannot be read ({type(error).__name__}:"
+            f" {error!s:.200}): has the program of a rank written to a descriptor that is not its own?"
+        ) from error

@@ -12,7 +12,7 @@ from functools import partial
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.failure_report import conclude, failure_abroad, survived_report
+from torchestra.launcher.failure_report import conclude, remote_failure_line, survived_report
 from torchestra.launcher.flight_dumps import FlightDumps
 from torchestra.launcher.fork_backend import ForkBackend
 from torchestra.launcher.fork_server_client import ForkServerClient
@@ -21,6 +21,7 @@ from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.on_ray.options import add_ray_arguments, ray_arguments_given
 from torchestra.launcher.output import OutputSink, open_sinks
 from torchestra.launcher.port_reservation import PortReservation
+from torchestra.launcher.replacements import ElasticLimits, Replacements
 from torchestra.launcher.root_cause import FailedRank
 from torchestra.launcher.signals import ENDING, open_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
@@ -28,6 +29,11 @@ from torchestra.launcher.stdin import StandardInput
 from torchestra.system.switch import SERVED_BACKENDS, SWITCH_VARIABLE
 
 _NO_SUCH_FILE = 2
+_PRELOADED = ("torch._dynamo",)  # torch's optimizers import it when the first is made, which takes a second
+_SETTLE_CONSEQUENCE_OF_NODES_S = 1.0  # the cause may be on another node, whose launcher tells of it
+
+_STORE_REPLICAS = 3
+"""How many processes serve the store of an elastic job on one host: one may be lost at a time."""
 
 _EPILOG = """\
 Each rank is a process of its own and finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
@@ -40,9 +46,15 @@ The first rank to fail ends the job, and its exit code is the job's (128 + the n
 on; if these end well the exit code is 0. For programs that go on without the ranks they lose, by
 group.shrink(): see docs/guides/surviving-failures.md. With --nnodes, N is of the ranks on all hosts together.
 
+With --elastic MIN:MAX a rank that fails is replaced at once while the others go on; the replacement finds
+TORCHESTRA_JOIN=1 and joins them in init_process_group(). The job ends when fewer than MIN ranks are left,
+when --max-restarts are used up, or when three replacements of a rank in a row fail before they have done a
+step. For programs that let ranks in: see docs/guides/surviving-failures.md.
+
 With --nnodes N the job has ranks on N hosts: on each, run the same command with --rendezvous HOST:PORT (of
 node 0) and its own --node-rank; --nproc may differ. All need the same TORCHESTRA_SECRET in their environment.
-The first host to fail ends the job on all.
+The first host to fail ends the job on all. With three hosts or more, --rendezvous HOST0:PORT,HOST1:PORT,...
+lets a host that comes later to an elastic job find it when the first host is gone.
 
 With --on ray the ranks are placed on the nodes of a Ray cluster, each with --num-cpus CPUs; 'auto' is as
 many as fit. They have the environment of their nodes, with this one's TORCHESTRA_ variables and those of
@@ -69,6 +81,13 @@ def _ranks_or_auto(text: str) -> int | None:
     return None if text == "auto" else count_argument(text, 1, "a positive number or 'auto'")
 
 
+def _least_and_most(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(f"must be MIN:MAX, two positive numbers in order, got {text!r}")
+    return int(least), int(most)
+
+
 def _node_count(text: str) -> int:
     return count_argument(text, 1, "a positive number")
 
@@ -85,26 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many ranks to start; 'auto', the default, is one per usable core",
     )
-    parser.add_argument(
-        "--nnodes",
-        type=_node_count,
-        default=1,
-        metavar="N",
-        help="how many hosts the job has; the same command is run on each, with another --node-rank",
-    )
-    parser.add_argument(
-        "--node-rank", type=count_argument, default=0, metavar="K", help="which of the hosts this is, from 0"
-    )
-    parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the others; the same on all"
-    )
-    parser.add_argument(
-        "--max-failures",
-        type=count_argument,
-        default=0,
-        metavar="N",
-        help="how many ranks may fail without ending the job; default 0",
-    )
+    _add_host_arguments(parser)
+    _add_failure_arguments(parser)
     parser.add_argument(
         "--record",
         metavar="DIR",
@@ -123,6 +124,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", help="the Python file that every rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+
+
+def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nnodes",
+        type=_node_count,
+        default=1,
+        metavar="N",
+        help="how many hosts the job has; the same command is run on each, with another --node-rank",
+    )
+    parser.add_argument(
+        "--node-rank", type=count_argument, default=0, metavar="K", help="which of the hosts this is, from 0"
+    )
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT,...",
+        help="where node 0 listens for the others, and where nodes 1, 2, ... do for those that come when"
+        " node 0 is gone; the same on all",
+    )
+
+
+def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-failures",
+        type=count_argument,
+        default=0,
+        metavar="N",
+        help="how many ranks may fail without ending the job; default 0",
+    )
+    parser.add_argument(
+        "--elastic",
+        type=_least_and_most,
+        metavar="MIN:MAX",
+        help="replace ranks that fail, and go on meanwhile with MIN to MAX ranks",
+    )
+    parser.add_argument(
+        "--spares",
+        type=count_argument,
+        default=0,
+        metavar="K",
+        help="how many hosts beside --nnodes, with the next --node-ranks, wait to take a lost one's place",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=count_argument,
+        metavar="N",
+        help="how many replacements --elastic may start; default: any number",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -150,13 +199,41 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return "--nnodes needs --rendezvous HOST:PORT of node 0"
     if options.on == "ray" and options.nnodes > 1:
         return "--nnodes is for hosts on which this command is run; with --on ray, Ray chooses the nodes"
+    if options.spares and (options.elastic is None or options.nnodes == 1):
+        return "--spares is for --elastic with --nnodes"
+    if options.elastic is None and options.max_restarts is not None:
+        return "--max-restarts is for --elastic MIN:MAX"
+    if options.elastic is not None and (wrong := _wrong_elastic(options)) is not None:
+        return wrong
     if options.on is None and (names := ray_arguments_given(options)):
         return f"{names[0]} is for --on ray"
     return None
 
 
+def _wrong_elastic(options: argparse.Namespace) -> str | None:
+    least, most = options.elastic
+    ranks = options.nproc or usable_cores()
+    if options.max_failures:
+        return (
+            "--max-failures is for jobs that replace nobody: with --elastic, MIN says how many may be missing"
+        )
+    if options.on == "ray":
+        return "--elastic is not for --on ray"
+    if options.nnodes == 1 and not least <= ranks <= most:
+        return f"--nproc is {ranks}, which is not within --elastic {least}:{most}"
+    return None
+
+
+def _elastic_limits(options: argparse.Namespace) -> ElasticLimits | None:
+    if options.elastic is None:
+        return None
+    least, most = options.elastic
+    return ElasticLimits(least, most, options.max_restarts)
+
+
 def _run_here(options: argparse.Namespace, nproc: int) -> int:
-    ports = PortReservation("" if options.nnodes > 1 else "127.0.0.1")
+    replicas = _STORE_REPLICAS if options.elastic is not None and options.nnodes == 1 else 1
+    ports = PortReservation("" if options.nnodes > 1 else "127.0.0.1", replicas)
     environment = ports.environment(os.environ, nproc)
     # Before torch is imported, so that every library it loads reads the same number.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
@@ -166,7 +243,7 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
     nodes = None
     if options.nnodes > 1:
         try:
-            nodes = Nodes(options.nnodes, options.node_rank, options.rendezvous, nproc, ports.master_port)
+            nodes = _meet(options, nproc, ports.master_port)
         except (DistError, KeyboardInterrupt) as error:
             server.close()
             ports.close()
@@ -174,7 +251,11 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
             why = "interrupted before all launchers had come" if interrupted else error
             print(f"torchestra run: {why}", file=sys.stderr)
             return 128 + signal.SIGINT if interrupted else 1
-        environment = nodes.environment(environment)
+        if nodes.node_rank is None:
+            server.close()
+            ports.close()
+            return _unneeded(nodes)
+        environment, nproc = nodes.environment(environment), nodes.nproc
     spec = JobSpec(
         nproc=nproc,
         target=Script(options.script, tuple(options.arguments), options.module),
@@ -182,22 +263,35 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
         directory=os.getcwd(),
         first_rank=nodes.first_rank if nodes else 0,
         world_size=nodes.world_size if nodes else None,
+        joins=nodes.joins if nodes else False,
+        preload=_PRELOADED if options.elastic is not None else (),
     )
-    return _run_ranks(spec, server, ports, nodes, options.max_failures)
+    most = min(options.max_failures, (spec.world_size or nproc) - 1)  # one must end well
+    return _run_ranks(spec, server, ports, nodes, most, _elastic_limits(options))
 
 
 def _run_ranks(
-    spec: JobSpec, server: ForkServerClient, ports: PortReservation, nodes: Nodes | None, max_failures: int
+    spec: JobSpec,
+    server: ForkServerClient,
+    ports: PortReservation,
+    nodes: Nodes | None,
+    max_failures: int,
+    limits: ElasticLimits | None,
 ) -> int:
     """Run the ranks of this host to their end, report how they ended, and return the exit code."""
     stdin = StandardInput()
     sinks = open_sinks(sys.stdout, sys.stderr)
     job = Job(ForkBackend(server, ports, stdin.for_rank), spec, sinks, max_failures)
-    job.when_survived = partial(_go_on, job, nodes, sinks[1], max_failures)
+    if limits is not None:
+        _be_elastic(job, limits, nodes, sinks[1])
+        max_failures = 1 << 62 if limits.restarts is None else limits.restarts
     dumps = FlightDumps(spec.environment.get(RECORD_VARIABLE))
-    job.when_stopped = lambda: dumps.hold(job.pids)
+    job.when_survived = partial(_survive, job, nodes, sinks[1], max_failures, dumps)
+    job.when_stopped = job.when_failing = lambda: dumps.hold(job.pids)
     stdin.relay(job.loop)
     if nodes is not None:
+        job.when_stopped = partial(_stopped, job, nodes, dumps)
+        job.consequence_settle_s = _SETTLE_CONSEQUENCE_OF_NODES_S
         nodes.notify(partial(job.loop.call_soon_threadsafe, partial(_end_with_others, job, nodes)))
     received: list[int] = []
     try:
@@ -214,8 +308,38 @@ def _run_ranks(
     return conclude(job, received, nodes.other if nodes is not None else None) if code is None else code
 
 
-def _go_on(job: Job, nodes: Nodes | None, screen: OutputSink, max_failures: int, failed: FailedRank) -> None:
+def _meet(options: argparse.Namespace, nproc: int, port: int) -> Nodes:
+    least = None if options.elastic is None else options.elastic[0]
+    return Nodes(options.nnodes, options.node_rank, options.rendezvous, nproc, port, least, options.spares)
+
+
+def _unneeded(nodes: Nodes) -> int:
+    """Say that the job has ended without this host; return the exit code."""
+    nodes.close()
+    why = "" if nodes.other is None else f": node {nodes.other.node} failed: {nodes.other.why}"
+    print(f"torchestra run: the job has ended without this host{why}", file=sys.stderr)
+    return 0 if nodes.other is None else nodes.other.code
+
+
+def _be_elastic(job: Job, limits: ElasticLimits, nodes: Nodes | None, screen: OutputSink) -> None:
+    """Have ranks that die replaced."""
+    policy = Replacements(job, limits, screen.say)
+    job.policy = policy
+    if nodes is not None:
+        policy.when_changed = partial(setattr, nodes, "members")
+        nodes.when_ending = partial(job.loop.call_soon_threadsafe, policy.end)
+
+
+def _survive(
+    job: Job,
+    nodes: Nodes | None,
+    screen: OutputSink,
+    max_failures: int,
+    dumps: FlightDumps,
+    failed: FailedRank,
+) -> None:
     """Report a failed rank that does not end the other ranks on this host."""
+    dumps.release()
     screen.say(survived_report(job, failed))
     if nodes is not None:
         nodes.count_failure(failed, max_failures)
@@ -223,17 +347,28 @@ def _go_on(job: Job, nodes: Nodes | None, screen: OutputSink, max_failures: int,
 
 def _end_with_others(job: Job, nodes: Nodes) -> None:
     """End this node's ranks: another node has failed, or a rank here that exceeds the limit of all nodes."""
-    job.cause = job.cause or nodes.one_too_many
+    job.cause = job.cause or nodes.exceeding_failure
     job.stop(AFTER_FAILURE)
+
+
+def _stopped(job: Job, nodes: Nodes, dumps: FlightDumps) -> None:
+    """Tell the other nodes of a failure before the ranks here are ended, which takes a while.
+
+    Ranks elsewhere have failed because of it too, and their launchers do not wait for long to hear why.
+    """
+    dumps.hold(job.pids)
+    if job.cause is not None and nodes.other is None:
+        why = remote_failure_line(job, job.cause, socket.gethostname())
+        nodes.report_failure_soon(job.cause.shell_code, why)
 
 
 def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
     """Make the other nodes end if this one has failed or was ended."""
-    nodes.finish_counting()
-    job.cause = job.cause or nodes.one_too_many
+    nodes.finish_asking()
+    job.cause = job.cause or nodes.exceeding_failure
     if received:
         name = signal.Signals(received[0]).name
         nodes.report_failure(128 + received[0], f"ended by {name} on {socket.gethostname()}")
     elif job.cause is not None and nodes.other is None:
-        why = failure_abroad(job, job.cause, socket.gethostname())
+        why = remote_failure_line(job, job.cause, socket.gethostname())
         nodes.report_failure(job.cause.shell_code, why)

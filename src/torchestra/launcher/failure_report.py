@@ -38,7 +38,7 @@ def _conclusion(job: Job, received: list[int], other: NodeFailure | None) -> tup
 
 def _failure_report(job: Job, cause: FailedRank) -> str:
     """Return the other ranks' tracebacks, that of the cause, and the summary."""
-    shown = {cause.rank, *(failed.rank for failed in job.survived)}
+    shown = {cause.rank, *(failed.rank for failed in job.survived if failed.rank in job.failed_ranks)}
     others = tracebacks_report(job, skip=shown)
     trace = cause.failure.traceback if cause.failure is not None else ""
     stopped = [
@@ -64,12 +64,19 @@ def survived_report(job: Job, failed: FailedRank) -> str:
 
 def _survivors_report(job: Job) -> str:
     """Return the last line on a job that ended well although ranks had failed."""
-    lost = [job.first_rank + failed.rank for failed in job.survived]
-    ranks = [job.first_rank + state.rank for state in job.ranks]
-    well = [rank for rank in ranks if rank not in lost]
+    well = [
+        job.first_rank + state.rank
+        for state in job.ranks
+        if state.rank not in job.failed_ranks and not state.dismissed
+    ]
     if not well:
         return "torchestra: no rank is left on this host; those on other hosts go on\n"
-    return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
+    without = (
+        f", without {ranks_phrase([job.first_rank + rank for rank in job.failed_ranks])}"
+        if job.failed_ranks
+        else ""
+    )
+    return f"torchestra: {ranks_phrase(well)} ended well{without}{job.policy.summary()}\n"
 
 
 def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
@@ -77,11 +84,12 @@ def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
     state = job.ranks[failed.rank]
     host = state.host or host
     host = f" on {host}" if host else ""
-    process = f" (pid {state.pid}{host})" if state.pid is not None else ""
+    pid = state.pid if failed.pid is None else failed.pid
+    process = f" (pid {pid}{host})" if pid is not None else ""
     return f"rank {job.first_rank + failed.rank}{process} failed: {describe_exit(failed.exit_code)}"
 
 
-def failure_abroad(job: Job, failed: FailedRank, host: str) -> str:
+def remote_failure_line(job: Job, failed: FailedRank, host: str) -> str:
     """Return the line for other hosts, which do not see this host's output: with host and exception."""
     summary = failed.failure.summary.partition("\n")[0] if failed.failure is not None else ""
     return failure_line(job, failed, host) + (f": {summary}" if summary else "")

@@ -23,12 +23,18 @@ class FlightDumps:
         self._ended = 0.0
 
     def hold(self, pids: Iterable[int]) -> None:
-        """Open the arenas of these processes, which are about to be ended."""
+        """Open the arenas of these processes, which are about to end or to be ended."""
         self._ended = time.monotonic()
         for arena in open_arenas(pids) if self._directory is not None else ():
             if arena.key not in self._held:
                 with contextlib.suppress(OSError):
                     self._held[arena.key] = os.open(arena.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def release(self) -> None:
+        """Close the opened arenas: their ranks go on, and write the record of a broken one themselves."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
 
     def write(self) -> None:
         """Write the records of the opened arenas, and close these."""
@@ -41,5 +47,4 @@ class FlightDumps:
         for descriptor in self._held.values():
             with contextlib.suppress(DistBackendError):
                 dump_flight_record(ForeignArena(descriptor), self._directory, self._ended)
-            os.close(descriptor)
-        self._held.clear()
+        self.release()

@@ -8,12 +8,22 @@ import signal
 import socket
 from functools import partial
 
-from torchestra.errors import DistError
+from torchestra.errors import DistBackendError, DistError
 from torchestra.launcher.backend import LaunchBackend
-from torchestra.launcher.channel import channel, receive, send
+from torchestra.launcher.channel import Message, channel, receive, send
 from torchestra.launcher.fork_server_client import ForkServerClient
 from torchestra.launcher.port_reservation import PortReservation
-from torchestra.launcher.spec import Ended, Failure, Forked, Ready, Returned, SignalRanks
+from torchestra.launcher.spec import (
+    Ended,
+    Failure,
+    Forked,
+    PhaseReached,
+    Ready,
+    Replace,
+    Returned,
+    SignalRanks,
+    StoreServed,
+)
 from torchestra.system.limits import check_free_descriptors, naming_limits
 
 _READ_SIZE = 1 << 16
@@ -37,8 +47,9 @@ class ForkBackend(LaunchBackend):
         self._server = server
         self._ports = ports
         self._stdin = stdin
+        self._begun = False
         self._alive: dict[int, int] = {}  # process by rank
-        self._controls: list[socket.socket] = []  # our end of each rank's control channel
+        self._controls: dict[int, socket.socket] = {}  # our end of each rank's control channel
         self._outputs: dict[int, tuple[int, int]] = {}  # rank and stream, by the descriptor that is read
 
     def _start(self) -> None:
@@ -46,8 +57,15 @@ class ForkBackend(LaunchBackend):
         if self._server.ready:
             self._start_ranks()
 
-    def signal(self, signum: signal.Signals, final: bool) -> None:
-        send(self._server.end, SignalRanks(signum, final))
+    def replace(self, rank: int) -> None:
+        self.drain()
+        self._close_control(rank)
+        null = os.open(os.devnull, os.O_RDONLY)
+        self._send_with_files(rank, Replace(rank), null)
+        os.close(null)
+
+    def signal(self, signum: signal.Signals, final: bool, rank: int | None = None) -> None:
+        send(self._server.end, SignalRanks(signum, final, rank))
 
     def drain(self) -> None:
         for descriptor in list(self._outputs):
@@ -56,37 +74,43 @@ class ForkBackend(LaunchBackend):
                     break
 
     def close(self) -> None:
-        for control in self._controls:
+        for control in self._controls.values():
             control.close()
         for descriptor in self._outputs:
             os.close(descriptor)
         self._ports.close()
 
     def _start_ranks(self) -> None:
-        loop, spec = self.listener.loop, self.listener.spec
+        spec = self.listener.spec
         with naming_limits(f"{spec.nproc} ranks cannot be started"):
             check_free_descriptors(_FILES_OF_RANK * spec.nproc + _FILES_OF_SERVER)
-        send(self._server.end, spec, [self._ports.listener.fileno()])
+        send(self._server.end, spec, [each.fileno() for each in self._ports.listeners])
+        self._begun = True
         self.listener.begun()
         null = os.open(os.devnull, os.O_RDONLY)
         for rank in range(spec.nproc):
-            control, ranks_control = channel()
-            control.setblocking(False)
-            self._controls.append(control)
-            loop.watch(control, partial(self._on_rank, rank))
-            ends = []
-            for stream in range(2):
-                descriptor, ranks_end = os.pipe()
-                os.set_blocking(descriptor, False)
-                self._outputs[descriptor] = rank, stream
-                loop.watch(descriptor, partial(self._on_output, descriptor))
-                ends.append(ranks_end)
             stdin = self._stdin if rank == 0 and self._stdin is not None else null
-            send(self._server.end, rank, [ranks_control.fileno(), stdin, *ends])
-            ranks_control.close()
-            for ranks_end in ends:
-                os.close(ranks_end)
+            self._send_with_files(rank, rank, stdin)
         os.close(null)
+
+    def _send_with_files(self, rank: int, message: object, stdin: int) -> None:
+        """Open a rank's control channel and pipes, and send their other ends to the server with a message."""
+        loop = self.listener.loop
+        control, ranks_control = channel()
+        control.setblocking(False)
+        self._controls[rank] = control
+        loop.watch(control, partial(self._on_rank, rank))
+        ends = []
+        for stream in range(2):
+            descriptor, ranks_end = os.pipe()
+            os.set_blocking(descriptor, False)
+            self._outputs[descriptor] = rank, stream
+            loop.watch(descriptor, partial(self._on_output, descriptor))
+            ends.append(ranks_end)
+        send(self._server.end, message, [ranks_control.fileno(), stdin, *ends])
+        ranks_control.close()
+        for ranks_end in ends:
+            os.close(ranks_end)
 
     def _on_server(self) -> None:
         message = receive(self._server.end)
@@ -94,12 +118,15 @@ class ForkBackend(LaunchBackend):
         if isinstance(content, Ready):
             self._server.ready = True
             self._start_ranks()
+        elif isinstance(content, StoreServed):
+            self.listener.store_served(content)
         elif isinstance(content, Forked):
-            self._alive = dict(enumerate(content.pids))
-            for rank, pid in self._alive.items():
+            self._alive.update(content.pids)
+            for rank, pid in content.pids.items():
                 self.listener.forked(rank, pid)
         elif isinstance(content, Ended):
-            self._hear(content.rank)
+            for rank in tuple(self._controls):  # what happened before this end is noted before it
+                self._receive_all(rank)
             self._alive.pop(content.rank, None)
             self.listener.ended(content)
         else:
@@ -112,28 +139,49 @@ class ForkBackend(LaunchBackend):
                 os.killpg(pid, signal.SIGKILL)
         self.listener.lost()
         self._server.ready = False
-        if not self._controls:
+        if not self._begun:
             raise DistError("the ranks could not be started: the process that loads torch for them failed")
         raise DistError("the launcher's fork server was killed, and its ranks with it; start the job again")
 
     def _on_rank(self, rank: int) -> None:
-        if not self._hear(rank):
-            self.listener.loop.unwatch(self._controls[rank])
+        if not self._receive_all(rank):
+            self._close_control(rank)
 
-    def _hear(self, rank: int) -> bool:
-        """Take every message that a rank has sent so far; return False when no more can come."""
+    def _close_control(self, rank: int) -> None:
+        control = self._controls.pop(rank, None)
+        if control is not None:
+            self.listener.loop.unwatch(control)
+            control.close()
+
+    def _receive_all(self, rank: int) -> bool:
+        """Take every message that a rank has sent so far; return False when no more can come.
+
+        Raises:
+            DistBackendError: a rank has sent something else.
+        """
         with contextlib.suppress(BlockingIOError):
-            while (message := receive(self._controls[rank])) is not None:
-                if isinstance(message.content, Failure):
+            while (message := self._receive(rank)) is not None:
+                if isinstance(message.content, PhaseReached):
+                    self.listener.reached(rank, message.content)
+                elif isinstance(message.content, Failure):
                     self.listener.failed(rank, message.content)
-                else:
-                    assert isinstance(message.content, Returned)
+                elif isinstance(message.content, Returned) and message.files:
                     self.listener.returned(rank, os.fdopen(message.files[0], "rb"))
+                else:
+                    raise DistBackendError(f"rank {rank} has sent its launcher {message.content!r:.200}")
             return False
         return True
 
+    def _receive(self, rank: int) -> Message | None:
+        try:
+            return receive(self._controls[rank])
+        except DistBackendError as error:
+            raise DistBackendError(f"rank {rank}: {error}") from error
+
     def _on_output(self, descriptor: int) -> bool:
         """Pass on a rank's output; return False when there was none."""
+        if descriptor not in self._outputs:  # closed by another event of this turn of the loop
+            return False
         try:
             data = os.read(descriptor, _READ_SIZE)
         except BlockingIOError:

@@ -22,9 +22,10 @@ from typing import BinaryIO
 
 from torchestra.launcher.backend import JobListener, LaunchBackend
 from torchestra.launcher.event_loop import EventLoop
+from torchestra.launcher.failure_policy import FailurePolicy
 from torchestra.launcher.output import OutputSink, OutputSource, colours_wanted, prefix
-from torchestra.launcher.root_cause import FailedRank, root_cause
-from torchestra.launcher.spec import Call, Ended, Failure, JobSpec
+from torchestra.launcher.root_cause import FailedRank
+from torchestra.launcher.spec import Call, Ended, Failure, JobSpec, PhaseReached, StoreServed
 
 StopPlan = tuple[tuple[signal.Signals, float], ...]
 """Signals to the ranks, each with the seconds given to them before the next; SIGKILL follows the last."""
@@ -47,6 +48,7 @@ class RankState:
         failure: its report of the exception that ends it.
         result: the file with its pickled result.
         ended: the end of its process, once it is gone.
+        dismissed: whether it was killed because the job has ended without it, which is no failure.
     """
 
     def __init__(self, rank: int) -> None:
@@ -56,13 +58,16 @@ class RankState:
         self.failure: Failure | None = None
         self.result: BinaryIO | None = None
         self.ended: Ended | None = None
+        self.dismissed = False
 
     def failed_rank(self, must_return: bool) -> FailedRank | None:
         """Return how the rank failed, if it has; if it ``must_return``, ending without a result is one."""
+        if self.dismissed:
+            return None
         if self.failure is not None:
-            return FailedRank(self.rank, self.failure.exit_code, self.failure.time, self.failure)
+            return FailedRank(self.rank, self.failure.exit_code, self.failure.time, self.failure, self.pid)
         if self.ended is not None and (self.ended.exit_code != 0 or (must_return and self.result is None)):
-            return FailedRank(self.rank, self.ended.exit_code, self.ended.time)
+            return FailedRank(self.rank, self.ended.exit_code, self.ended.time, pid=self.pid)
         return None
 
 
@@ -82,9 +87,14 @@ class Job(JobListener):
         ranks: the state of each; empty until they are being started.
         first_rank: the number of the first of them, if the job has ranks on other hosts as well.
         cause: the failure that stopped the job, or with which the job ended.
-        survived: the failures that the job has survived, in the order in which these ranks ended.
+        policy: decides which failures end the job.
+        survived: the failures that the job has survived, in the order in which these processes ended.
         when_survived: called with each of them.
+        when_failing: called at each failure, at once; the other ranks may end because of it before they
+            are ended.
         when_stopped: called before the ranks are ended.
+        consequence_settle_s: how many seconds to wait for a cause while every failure only says that another
+            rank is gone.
     """
 
     def __init__(
@@ -101,9 +111,11 @@ class Job(JobListener):
         self.first_rank = spec.first_rank
         self.cause: FailedRank | None = None
         self.survived: list[FailedRank] = []
+        self.when_failing: Callable[[], None] = lambda: None
         self.when_stopped: Callable[[], None] = lambda: None
+        self.consequence_settle_s = settle_s * _SETTLE_CONSEQUENCE
         self.when_survived: Callable[[FailedRank], None] = lambda _: None
-        self._max_failures = min(max_failures, (spec.world_size or spec.nproc) - 1)
+        self.policy = FailurePolicy(min(max_failures, (spec.world_size or spec.nproc) - 1))
         self._settle_s = settle_s
         self._backend = backend
         self._sinks = sinks
@@ -122,6 +134,11 @@ class Job(JobListener):
     def unfinished(self) -> tuple[int, ...]:
         """Return the ranks whose processes have not ended."""
         return tuple(state.rank for state in self.ranks if state.ended is None)
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose last process has failed."""
+        return tuple(state.rank for state in self.ranks if state.failed_rank(self._must_return) is not None)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -186,10 +203,21 @@ class Job(JobListener):
         if self.ranks:
             self._backend.signal(signum, final)
 
+    def replace(self, rank: int) -> None:
+        """Begin to start a rank again whose process has ended; it is to join the others."""
+        self.ranks[rank] = RankState(rank)
+        self._alive += 1
+        self._backend.replace(rank)
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank, and what it has started."""
+        self._backend.signal(signal.SIGKILL, final=False, rank=rank)
+
     def close(self) -> None:
         """Close everything that this job opened here. The ranks are gone, or their backend is about to be."""
         self.loop.close()
         self._backend.close()
+        self.policy.close()
         for state in self.ranks:
             if state.result is not None:
                 state.result.close()
@@ -206,9 +234,14 @@ class Job(JobListener):
                 for sink, colour in zip(self._sinks, coloured, strict=True)
             )
             self._outputs.append((out, err))
+        self.policy.begun()
 
     def forked(self, rank: int, pid: int, host: str = "") -> None:
         self.ranks[rank].pid, self.ranks[rank].host = pid, host
+        self.policy.forked(rank)
+
+    def store_served(self, served: StoreServed) -> None:
+        self.policy.store_served(served)
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         output = self._outputs[rank][stream]
@@ -217,9 +250,14 @@ class Job(JobListener):
         else:
             output.show_unfinished()
 
+    def reached(self, rank: int, reached: PhaseReached) -> None:
+        self.policy.reached(rank, reached)
+
     def failed(self, rank: int, failure: Failure) -> None:
         self.ranks[rank].failure = failure
         self._any_failed = True
+        self.when_failing()
+        self.policy.failing(rank)
 
     def returned(self, rank: int, result: BinaryIO) -> None:
         self.ranks[rank].result = result
@@ -230,11 +268,15 @@ class Job(JobListener):
         self._alive -= 1
         failed = state.failed_rank(self._must_return)
         if failed is None:
+            self.policy.ended_well(end.rank)
             return
         self._any_failed = True
+        self.when_failing()
+        self.policy.failed(failed)
         if not self.stopping and self._cause_so_far() is None:
             self.survived.append(failed)
             self.when_survived(failed)
+            self.policy.survived(failed)
 
     def lost(self) -> None:
         self._alive = 0
@@ -246,14 +288,14 @@ class Job(JobListener):
         until = self._stop_time or math.inf
         all_failed = (state.failed_rank(self._must_return) for state in self.ranks)
         in_time = [failed for failed in all_failed if failed is not None and failed.time <= until]
-        return root_cause(in_time, self._max_failures)
+        return self.policy.cause(in_time)
 
     def _stop_due(self) -> float:
         """Return when the first failure is to stop the job; infinity if there is none."""
         cause = self._cause_so_far() if self._any_failed and not self.stopping else None
         if cause is None:
             return math.inf
-        return cause.time + self._settle_s * (_SETTLE_CONSEQUENCE if cause.consequence else 1)
+        return cause.time + (self.consequence_settle_s if cause.consequence else self._settle_s)
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()

@@ -1,18 +1,23 @@
 """Several launchers that start one job, one on each host: ``torchestra run --nnodes``.
 
-They meet in a store that the launcher of node 0 serves, which is the job's store as well. There each
+They meet in a store that the launcher of node 0 serves. With three nodes or more, it is used for no more than
+that: then the job's store is replicated, so that it outlives node 0 (store_replica.py). There each
 registers itself and the number of its ranks, so that all know which node has which ranks. The first launcher
 whose ranks fail reports it, and the others end theirs. The launcher of node 0 stays until the others have
 ended, or have been silent for long::
 
     job        the first launcher's description of the job: how many nodes, which torchestra
-    node/K     the identity of node K's launcher, how many ranks it starts, and an unused port there, for
-               programs that use torch.distributed; of two launchers of node K, the later's
+    node/K     the identity of node K's launcher, how many ranks it starts, an unused port there, for programs
+               that use torch.distributed, and where it serves a replica of the store, if it does; of two
+               launchers of node K, the later's
     members    the values of all node/K once all are present, as read by the first launcher that sees this
     failed     which node failed first, its exit code and why
     failures   how many ranks have failed on all nodes, if the job may go on without some
     done/K     node K has ended
     heartbeat/K  a count: the launcher of node K lives
+
+In an elastic job the others go on when a node is lost, and another launcher may take its place: see
+node_ranks.py.
 """
 
 from __future__ import annotations
@@ -27,52 +32,49 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torchestra
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
+from torchestra.launcher.launcher_rendezvous import MEET_SECONDS, LauncherRendezvous
+from torchestra.launcher.node_ranks import REST_SECONDS, LauncherDetector, NodeRanks, later_launchers
 from torchestra.launcher.root_cause import FailedRank, NodeFailure
-from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
-from torchestra.store.base import nap
+from torchestra.launcher.store_replica import ReplicaListener, replica_count
+from torchestra.store import PrefixStore, ReplicatedStore, Store
+from torchestra.store.base import interruptible_sleep
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.system.deadline import RunningClock
 
-_MEET_SECONDS = 600.0
-_OWN_SECONDS = 30.0
-"""The time for node 0 to reach its own store. If it does not, the address is not that of its host."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
+_SILENT_SECONDS = 10.0
 _NOTICE_AFTER_S = 5.0
 _LISTEN_SECONDS = 1.0
-_SILENT_SECONDS = 10.0
-_REST_SECONDS = 0.2
-_LONGEST_LOOK = 1.0
-
-
-def parse_rendezvous(text: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``.
-
-    Raises:
-        InvalidArgumentError: the text is something else.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InvalidArgumentError(f"--rendezvous must be host:port, got {text!r}")
-    return host.strip("[]"), int(port)
+_LONGEST_INTERVAL_S = 1.0
 
 
 class Nodes:
     """One launcher among several; the constructor returns when all have registered.
 
     Args:
-        nnodes, node: how many nodes there are, and the number of this one.
-        rendezvous: ``host:port`` of node 0, where its launcher listens.
+        nnodes, node: how many nodes there are, and the number of this one; from ``nnodes`` on it is a spare.
+        rendezvous: ``host:port`` of node 0, where its launcher listens, and of other nodes, where launchers
+            that come later find the job (see launcher_rendezvous.py).
         nproc: how many ranks this launcher starts.
         port: an unused port of this host.
+        least: how many members an elastic job needs; None for a job that ends with the first lost node.
+        spares: how many nodes more than ``nnodes`` may wait to take a lost one's place.
 
     Attributes:
         first_rank: the number of this node's first rank.
         world_size: how many ranks there are on all nodes.
         other: the failure of another node, once there is one.
-        one_too_many: the failure here with which the failures on all nodes exceeded the limit.
-        when_failed: called, on another thread, when ``other`` or ``one_too_many`` is set.
+        exceeding_failure: the failure here with which the failures on all nodes exceeded the limit.
+        node_rank: the node whose ranks this launcher has; not ``node`` if it took a lost one's place;
+            None if the job ended before there was one to take.
+        joins: whether its ranks are to join a job that runs.
+        nproc: how many ranks it has.
+        members: how many members of an elastic job it has; the caller says so.
+        when_failed: called, on another thread, when ``other`` or ``exceeding_failure`` is set.
+        when_ending: called, on another thread, when ranks have ended well elsewhere in an elastic job.
 
     Raises:
         InvalidArgumentError: the numbers make no sense, the launchers have no secret, another one has the
@@ -80,42 +82,61 @@ class Nodes:
         StoreTimeoutError, DistNetworkError: not all launchers registered within ten minutes.
     """
 
-    def __init__(self, nnodes: int, node: int, rendezvous: str, nproc: int, port: int) -> None:
-        if not 0 <= node < nnodes:
-            raise InvalidArgumentError(f"--node-rank must be from 0 to {nnodes - 1}, got {node}")
+    def __init__(
+        self,
+        nnodes: int,
+        node: int,
+        rendezvous: str,
+        nproc: int,
+        port: int,
+        least: int | None = None,
+        spares: int = 0,
+    ) -> None:
+        if not 0 <= node < nnodes + spares:
+            raise InvalidArgumentError(f"--node-rank must be from 0 to {nnodes + spares - 1}, got {node}")
         if not os.environ.get(SECRET_VARIABLE):
-            raise InvalidArgumentError(f"ranks on several hosts must know each other: {SECRET_ADVICE}")
+            raise InvalidArgumentError(
+                f"ranks on several hosts need a secret to authenticate each other: {SECRET_ADVICE}"
+            )
         self.node, self.nnodes = node, nnodes
-        self._host, self._port = parse_rendezvous(rendezvous)
-        self._server = TCPStoreServer(self._host, self._port) if node == 0 else None
+        self._rendezvous = LauncherRendezvous(rendezvous, nnodes, node)
+        self._replica: ReplicaListener | None = None
         self.other: NodeFailure | None = None
-        self.one_too_many: FailedRank | None = None
-        self._counting: list[threading.Thread] = []
+        self.exceeding_failure: FailedRank | None = None
+        self._asking: list[threading.Thread] = []
         self.when_failed: Callable[[], object] = lambda: None
+        self.when_ending: Callable[[], object] = lambda: None
+        self.node_rank: int | None = node
+        self.joins, self.members, self._least = False, nproc, least
+        self._name = str(node)
         self._closed = threading.Event()
         try:
-            self._store = self._connect(rendezvous)
-            members = self._meet(rendezvous, nproc, port)
+            self._store = self._rendezvous.store
+            self._store_address = self._first_store()
+            if self._rendezvous.is_begun and least is None:
+                raise InvalidArgumentError(
+                    f"the job at {rendezvous} has begun without node {node}; nodes come later only with"
+                    " --elastic"
+                )
+            late = least is not None and (node >= nnodes or self._store.check(["members"]))
+            members = self._take_lost_place() if late else self._meet(rendezvous, nproc, port)
         except BaseException:
-            self._close_server()
+            self._close_servers()
             raise
+        if self.node_rank is None:
+            return
         counts = [int(member["nproc"]) for member in members]
-        self.first_rank, self.world_size = sum(counts[:node]), sum(counts)
+        self.nproc, self.first_rank, self.world_size = (
+            counts[self.node_rank],
+            sum(counts[: self.node_rank]),
+            sum(counts),
+        )
         self._port_for_torch = str(members[0]["port"])
-        self._thread = threading.Thread(target=self._listen, name="torchestra-nodes", daemon=True)
+        ranks = counts if least is not None else None
+        self._thread = threading.Thread(
+            target=self._listen, args=(ranks,), name="torchestra-nodes", daemon=True
+        )
         self._thread.start()
-
-    def _connect(self, rendezvous: str) -> Store:
-        limit = _MEET_SECONDS if self._server is None else _OWN_SECONDS
-        try:
-            joint = TCPStore(self._host, self._port, timeout=limit)
-        except DistNetworkError as error:
-            raise DistNetworkError(
-                f"{error} (The launcher with --node-rank 0 listens at --rendezvous {rendezvous}; is that an"
-                " address of its host?)"
-            ) from error
-        joint.set_timeout(_MEET_SECONDS)
-        return PrefixStore("launchers", joint)
 
     def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
         """Return the entries of the launchers, by node, once all have registered."""
@@ -126,6 +147,9 @@ class Nodes:
             "port": port,
         }
         self._agree_on_job(mine)
+        if self.node < replica_count(self.nnodes):
+            self._replica = ReplicaListener(self._store)
+            mine["store"] = self._replica.address
         key = f"node/{self.node}"
         self._store.set(key, json.dumps(mine))
         try:
@@ -138,6 +162,47 @@ class Nodes:
             raise
         members: list[dict[str, Any]] = json.loads(first)
         self._check_unique(mine, members[self.node])
+        self._rendezvous.announce(first.decode())
+        self._use_replicas(members)
+        return members
+
+    def _first_store(self) -> str:
+        """Return where the launchers meet."""
+        host, port = self._rendezvous.host, self._rendezvous.port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _use_replicas(self, members: list[dict[str, Any]]) -> None:
+        """Go on with the replicated store, if the launchers serve one."""
+        addresses = [member["store"] for member in members if "store" in member]
+        if not addresses:
+            return
+        if self._replica is not None:
+            self._replica.serve(addresses)
+        self._store.close()
+        self._store_address = ",".join(addresses)
+        self._store = PrefixStore("launchers", ReplicatedStore(addresses, MEET_SECONDS))
+
+    def _take_lost_place(self) -> list[dict[str, Any]]:
+        """Take the place of a lost node, waited for; return the entries of the launchers that began."""
+        mine = {"who": str(ProcessIdentity.current()), "token": secrets.token_hex(8)}
+        self._agree_on_job(mine)
+        self._name, self.joins, self.members = f"{self.node}-{mine['token']}", True, 0
+        print(f"torchestra run: node {self.node} waits to take the place of a lost node", file=sys.stderr)
+        while not self._store.check(["members"]):
+            interruptible_sleep(REST_SECONDS)
+        told = self._store.get("members").decode()
+        members: list[dict[str, Any]] = json.loads(told)
+        self._rendezvous.announce(told)
+        self._use_replicas(members)
+        self.node_rank = NodeRanks(self._store, [int(each["nproc"]) for each in members], self._name).wait(
+            self.node
+        )
+        if self.node_rank is not None:
+            print(
+                f"torchestra run: node {self.node} takes the place of node {self.node_rank}", file=sys.stderr
+            )
+        elif self._store.check(["failed"]):
+            self.other = NodeFailure(*json.loads(self._store.get("failed")))
         return members
 
     def _agree_on_job(self, mine: Mapping[str, Any]) -> None:
@@ -158,24 +223,24 @@ class Nodes:
 
     def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any]) -> None:
         """Wait for all launchers; after a moment, print which are missing."""
-        clock, noticed = RunningClock(_LONGEST_LOOK), False
+        clock, noticed = RunningClock(_LONGEST_INTERVAL_S), False
         while True:
             try:
-                self._store.wait([f"node/{other}" for other in range(self.nnodes)], _LOOK_SECONDS)
+                self._store.wait([f"node/{other}" for other in range(self.nnodes)], _POLL_SECONDS)
                 return
             except StoreTimeoutError:
                 waited = clock.elapsed()
             if self._store.check([key]):
                 self._check_unique(mine, json.loads(self._store.get(key)))
-            if waited > _MEET_SECONDS or (waited > _NOTICE_AFTER_S and not noticed):
+            if waited > MEET_SECONDS or (waited > _NOTICE_AFTER_S and not noticed):
                 late = [other for other in range(self.nnodes) if not self._store.check([f"node/{other}"])]
                 named = f"node{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-                if waited > _MEET_SECONDS:
+                if waited > MEET_SECONDS:
                     raise StoreTimeoutError(
-                        f"the launchers of {named} did not come to {rendezvous} within {_MEET_SECONDS:g} s"
+                        f"the launchers of {named} did not connect to {rendezvous} within {MEET_SECONDS:g} s"
                     )
                 noticed = True
-                print(f"torchestra run: waiting for {named} to come to {rendezvous}", file=sys.stderr)
+                print(f"torchestra run: waiting for {named} to connect to {rendezvous}", file=sys.stderr)
 
     def _check_unique(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         if theirs != mine:
@@ -186,20 +251,20 @@ class Nodes:
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of this node's ranks, given the one they would have on a single node."""
-        named = f"[{self._host}]" if ":" in self._host else self._host
         return {
             **own,
             "WORLD_SIZE": str(self.world_size),
-            "GROUP_RANK": str(self.node),
-            "MASTER_ADDR": self._host,
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self._rendezvous.host,
             "MASTER_PORT": self._port_for_torch,
-            "TORCHESTRA_STORE": f"{named}:{self._port}",
+            "TORCHESTRA_STORE": self._store_address,
         }
 
     def notify(self, when_failed: Callable[[], object]) -> None:
         """Call a function, perhaps twice, once there is a failure that is to end this node's ranks."""
         self.when_failed = when_failed
-        if self.other is not None or self.one_too_many is not None:
+        if self.other is not None or self.exceeding_failure is not None:
             when_failed()
 
     def report_failure(self, code: int, why: str) -> None:
@@ -208,94 +273,128 @@ class Nodes:
             with contextlib.suppress(DistError, OSError):
                 self._store.compare_set("failed", "", json.dumps([self.node, code, why]))
 
-    def count_failure(self, failed: FailedRank, most: int) -> None:
-        """Count a failure here among those of all nodes; notify if it exceeds the limit.
+    def report_failure_soon(self, code: int, why: str) -> None:
+        """Do :meth:`report_failure` on a thread."""
+        self._ask_store(self.report_failure, code, why)
 
-        A thread asks the store, which may be slow or gone, while the caller looks after its ranks.
+    def count_failure(self, failed: FailedRank, most: int) -> None:
+        """Count a failure here among those of all nodes, on a thread; notify if it exceeds the limit.
 
         Args:
-            most: how many failures the job may survive; at least one rank must end well.
+            most: how many failures the job may survive.
         """
-        thread = threading.Thread(
-            target=self._count, args=(failed, most), name="torchestra-failures", daemon=True
-        )
-        self._counting.append(thread)
+        self._ask_store(self._count, failed, most)
+
+    def _ask_store(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function on a thread: the store may be slow or gone; the caller looks after its ranks."""
+        thread = threading.Thread(target=function, args=args, name="torchestra-failures", daemon=True)
+        self._asking.append(thread)
         thread.start()
 
     def _count(self, failed: FailedRank, most: int) -> None:
         with contextlib.suppress(DistError, OSError):
-            if self._store.add("failures", 1) > min(most, self.world_size - 1):
-                self.one_too_many = failed
+            if self._store.add("failures", 1) > most:
+                self.exceeding_failure = failed
                 self.when_failed()
 
-    def finish_counting(self) -> None:
-        """Wait for the store's answers on all counted failures."""
-        for thread in self._counting:
+    def finish_asking(self) -> None:
+        """Wait for the store's answers on all failures that were told or counted."""
+        for thread in self._asking:
             thread.join(_SILENT_SECONDS)
 
     def close(self) -> None:
-        """Leave the job; on node 0, after the others have ended or have been silent for long."""
+        """Leave the job; if the store is served here, after the others have ended or been silent for long."""
         self._closed.set()
         try:
             with contextlib.suppress(DistError, OSError):
-                self._store.set(f"done/{self.node}", b"")
-                if self.node == 0:
+                if self._least is not None and self.other is None and not self._store.check(["failed"]):
+                    self._store.set("ended", b"")
+                self._store.set(f"done/{self._name}", b"")
+                if self._rendezvous.server is not None or self._replica is not None:
                     self._await_the_others()
-                    self._look_for_failure()
+                    self._read_failure()
         finally:
-            self._close_server()
+            self._close_servers()
 
     def _await_the_others(self) -> None:
         """Wait for the others; time while this process, and so its store, was stopped is not silence."""
-        beats: dict[int, bytes] = {}
-        since: dict[int, float] = {}
-        waiting = set(range(1, self.nnodes))
-        clock = RunningClock(_LONGEST_LOOK)
+        detector = LauncherDetector(self._store)
+        waiting = {*map(str, range(self.nnodes)), *later_launchers(self._store)} - {self._name}
         while waiting:
-            now = clock.elapsed()
             for other in tuple(waiting):
-                key = f"heartbeat/{other}"
-                beat = self._store.get(key) if self._store.check([key]) else b""
-                if beats.get(other) != beat:
-                    beats[other], since[other] = beat, now
-                if self._store.check([f"done/{other}"]) or now - since[other] > _SILENT_SECONDS:
+                if self._store.check([f"done/{other}"]) or detector.is_silent(other):
                     waiting.discard(other)
             if waiting:
-                nap(_REST_SECONDS)
+                interruptible_sleep(REST_SECONDS)
 
-    def _look_for_failure(self) -> None:
+    def _read_failure(self) -> None:
         """Note a failure that came after this node's ranks had ended: the job has failed all the same."""
         if self.other is None and self._store.check(["failed"]):
             node, code, why = json.loads(self._store.get("failed"))
             if node != self.node:
                 self.other = NodeFailure(node, code, why)
 
-    def _listen(self) -> None:
-        """Send heartbeats, and wait for the failure of another node."""
+    def _listen(self, ranks: list[int] | None = None) -> None:
+        """Send heartbeats, and wait for the failure of another node.
+
+        Args:
+            ranks: of an elastic job, how many each node has.
+        """
         store = self._store.clone()
+        node_ranks = None if ranks is None else NodeRanks(store, ranks, self._name)
         store.set_timeout(_SILENT_SECONDS)
-        count, unanswered = 0, False
+        pause = _LISTEN_SECONDS if node_ranks is None else min(_LISTEN_SECONDS, heartbeat_bound() / 4)
+        count, timed_out, lost = 0, False, False
         while not self._closed.is_set():
             try:
                 count += 1
-                store.set(f"heartbeat/{self.node}", str(count))
-                store.wait(["failed"], _LISTEN_SECONDS)
+                store.set(f"heartbeat/{self._name}", f"{count} {self.members}")
+                if node_ranks is not None and self._is_over(node_ranks, store):
+                    return
+                store.wait(["failed"], pause)
                 node, code, why = json.loads(store.get("failed"))
             except StoreTimeoutError:
-                unanswered = False
+                timed_out = False
                 continue
             except DistNetworkError as error:
                 if self._closed.is_set():
                     return
-                if isinstance(error.__cause__, TimeoutError) and not unanswered:
-                    unanswered = True  # perhaps both processes were stopped: then the next try is answered
+                if isinstance(error.__cause__, TimeoutError) and not timed_out:
+                    timed_out = True  # perhaps both processes were stopped: then the next try is answered
                     continue
-                node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
-            if node != self.node:
+                where = self._rendezvous.host
+                node, code, why = 0, 1, f"its launcher at {where} has ended, or is not reached ({error})"
+                if "," in self._store_address:
+                    node, why = self.node, f"the job's store is lost: {error}"
+                    lost = True
+            if lost or node != self.node:
                 self.other = NodeFailure(node, code, why)
                 self.when_failed()
             return
 
-    def _close_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
+    def _is_over(self, node_ranks: NodeRanks, store: Store) -> bool:
+        """Look after an elastic job; return whether this node's ranks are to end."""
+        assert self.node_rank is not None
+        if store.check(["ended"]):
+            self.when_ending()
+        if not node_ranks.is_mine(self.node_rank):
+            why = "it was silent for long, and another launcher has taken its place"
+            self.other = NodeFailure(self.node_rank, 1, why)
+            self.when_failed()
+            return True
+        if (
+            self._least is not None
+            and node_ranks.is_first(self.node_rank)
+            and (left := node_ranks.members()) < self._least
+        ):
+            why = f"of the job's members {left} are left on all hosts, and --elastic needs {self._least}"
+            store.compare_set("failed", "", json.dumps([self.node, 1, why]))
+            self.other = NodeFailure(self.node, 1, why)
+            self.when_failed()
+            return True
+        return False
+
+    def _close_servers(self) -> None:
+        if self._replica is not None:
+            self._replica.close()
+        self._rendezvous.close()

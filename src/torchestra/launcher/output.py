@@ -16,7 +16,7 @@ import os
 from typing import Protocol, TextIO
 
 _SILENCE_S = 0.2
-_PATIENCE_S = 0.5
+_LONGEST_DELAY_S = 0.5
 _LONGEST_LINE = 1 << 20
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _ERASE_TO_END = b"\x1b[K"
@@ -128,7 +128,7 @@ class OutputSource:
         """Return when :meth:`show_unfinished` is due: infinity while there is nothing to show."""
         if not self._pending.strip(b"\r"):
             return math.inf
-        return min(self._last_heard + _SILENCE_S, self._pending_since + _PATIENCE_S)
+        return min(self._last_heard + _SILENCE_S, self._pending_since + _LONGEST_DELAY_S)
 
     def show_unfinished(self) -> None:
         """Show the part of an unfinished line that the rank has written."""

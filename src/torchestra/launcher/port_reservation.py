@@ -13,21 +13,22 @@ _BACKLOG = 1024
 
 
 class PortReservation:
-    """Two ports of this host, for one job.
+    """Ports of this host, for one job.
 
-    One listens before any rank exists, for torchestra's own store. The other, MASTER_PORT, is only bound:
+    Those of torchestra's own store listen before any rank exists. MASTER_PORT is only bound:
     rank 0 of a program that uses torch.distributed under this launcher listens there. It can (both sides
     set SO_REUSEADDR), and the system assigns that port to no other process meanwhile.
 
     Args:
         host: the interface of MASTER_PORT; empty for all.
+        replicas: how many processes are to serve the store, each at a port of its own.
 
     Attributes:
-        listener: the listening socket of the store.
+        listeners: the listening sockets of the store, by replica.
     """
 
-    def __init__(self, host: str = _HOST) -> None:
-        self.listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
+    def __init__(self, host: str = _HOST, replicas: int = 1) -> None:
+        self.listeners = [socket.create_server((_HOST, 0), backlog=_BACKLOG) for _ in range(replicas)]
         self._bound = socket.socket()
         self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._bound.bind((host, 0))
@@ -47,12 +48,13 @@ class PortReservation:
             "MASTER_ADDR": _HOST,
             "MASTER_PORT": str(self.master_port),
             "TORCHESTRA_SECRET": base.get("TORCHESTRA_SECRET") or secrets.token_hex(16),
-            "TORCHESTRA_STORE": f"{_HOST}:{self.listener.getsockname()[1]}",
+            "TORCHESTRA_STORE": ",".join(f"{_HOST}:{each.getsockname()[1]}" for each in self.listeners),
         }
 
     def close(self) -> None:
         """Release the ports."""
-        self.listener.close()
+        for listener in self.listeners:
+            listener.close()
         self._bound.close()
 
 

@@ -20,13 +20,15 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from typing import NoReturn
 
 from torchestra.launcher.channel import anonymous_file, send
 from torchestra.launcher.main_script import run_script
 from torchestra.launcher.pickling import dump_exception, dump_result, load_call
 from torchestra.launcher.root_cause import failure_from, user_traceback
-from torchestra.launcher.spec import Call, Failure, JobSpec, Returned
+from torchestra.launcher.spec import Call, Failure, JobSpec, PhaseReached, Returned
+from torchestra.system.phases import Phase, report_to
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP})
 """The signals that a rank can get from its launcher; the fork server itself does not react to them."""
@@ -46,6 +48,7 @@ def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
+    report_to(partial(_report_phase, control, os.getpid()))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         code = _run_target(spec, control)
@@ -56,6 +59,13 @@ def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
     except BaseException as error:
         code = _report(error, control)
     _end(code)
+
+
+def _report_phase(control: socket.socket, pid: int, phase: Phase) -> None:
+    """Tell the launcher which phase this rank has reached; a process that the rank forks has none."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            send(control, PhaseReached(phase, time.monotonic()))
 
 
 def _take_standard_files(files: list[int]) -> None:
@@ -69,6 +79,8 @@ def _take_standard_files(files: list[int]) -> None:
 
 def _take_environment(spec: JobSpec, rank: int) -> None:
     own = {"RANK": str(spec.first_rank + rank), "LOCAL_RANK": str(spec.first_local_rank + rank)}
+    if spec.joins:
+        own.update(TORCHESTRA_JOIN="1", TORCHESTRA_MEMBER=own["RANK"])
     environment = {**spec.environment, **own}
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]

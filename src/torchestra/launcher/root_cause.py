@@ -32,12 +32,14 @@ class FailedRank:
         exit_code: its exit code; minus the signal's number where a signal killed it.
         time: ``time.monotonic()`` when the failure showed.
         failure: the rank's own report, if any.
+        pid: its process, if it had one.
     """
 
     rank: int
     exit_code: int
     time: float
     failure: Failure | None = None
+    pid: int | None = None
 
     @property
     def consequence(self) -> bool:

@@ -2,9 +2,10 @@
 
 ===================  ======================================================================
 launcher to server   :class:`JobSpec`, then per rank a message with its files
-                     (control channel, stdin, stdout, stderr); :class:`SignalRanks`
-server to launcher   :class:`Ready`, :class:`Forked`, :class:`Ended`
-rank to launcher     on its control channel: :class:`Failure`, :class:`Returned`
+                     (control channel, stdin, stdout, stderr); :class:`SignalRanks`;
+                     :class:`Replace`, with the files of a rank
+server to launcher   :class:`Ready`, :class:`StoreServed`, :class:`Forked`, :class:`Ended`
+rank to launcher     on its control channel: :class:`PhaseReached`, :class:`Failure`, :class:`Returned`
 ===================  ======================================================================
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Union
+
+from torchestra.system.phases import Phase
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class JobSpec:
         first_rank: the number of the first of them in the whole job.
         first_local_rank: the same among the ranks on this host, if not all of them belong to this spec.
         world_size: how many ranks the whole job has; None if it has only these.
+        joins: whether the ranks are to join a job that runs, each in the place of one that is gone.
+        preload: modules that the server imports before it forks any rank.
         target: what each of them runs.
         environment: the whole environment of a rank, except the four variables that name the rank.
         directory: the working directory of the ranks.
@@ -66,6 +71,8 @@ class JobSpec:
     first_rank: int = 0
     first_local_rank: int = 0
     world_size: int | None = None
+    joins: bool = False
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,13 +97,21 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class PhaseReached:
+    """A rank has reached a phase of its membership, at a ``time.monotonic()``."""
+
+    phase: Phase
+    time: float
+
+
+@dataclass(frozen=True)
 class Returned:
     """A :class:`Call` returned; its pickled result is in the file that comes with this message."""
 
 
 @dataclass(frozen=True)
 class SignalRanks:
-    """Send a signal to every rank alive; ``final`` says that it is to end the job.
+    """Send a signal to every rank alive, or to one; ``final`` says that it is to end the job.
 
     SIGKILL, SIGSTOP and SIGCONT go to the process groups, any other signal to the ranks alone: a
     rank itself must end its children gently.
@@ -104,6 +119,14 @@ class SignalRanks:
 
     signum: int
     final: bool = True
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Start a rank again whose process has ended; it is to join the others."""
+
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -112,10 +135,23 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Forked:
-    """The ranks exist; ``pids[rank]`` is a rank's process id and the id of its process group."""
+class StoreServed:
+    """Processes serve the job's store.
 
-    pids: tuple[int, ...]
+    Attributes:
+        pids: of each that runs, by replica; one if the store is not replicated.
+        restarted: the replica that was killed and has been started again; None when all have been started.
+    """
+
+    pids: Mapping[int, int]
+    restarted: int | None = None
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Ranks exist; ``pids[rank]`` is a rank's process id and the id of its process group."""
+
+    pids: Mapping[int, int]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchestra.errors import InvalidArgumentError, RemoteReferenceError
 from torchestra.nn.remote_device import RemoteDevice
-from torchestra.nn.remote_script import NOT_PICKLED, Home, home_of, scripted_methods
+from torchestra.nn.remote_script import NOT_PICKLED, TargetFuture, scripted_methods, target_future
 from torchestra.rpc import RRef, get_worker_info, remote, rpc_async, rpc_sync
 from torchestra.rpc.current import agent_or_none
 from torchestra.tensors.serialization import reducer_in_progress
@@ -63,23 +63,23 @@ class RemoteModule(torch.nn.Module):
         _module_interface_cls: Any = None,
     ) -> None:
         super().__init__()
-        self._place(remote_device)
+        self._choose_worker(remote_device)
         scripted = _module_interface_cls is not None
         to_make = (module_cls, tuple(args or ()), kwargs or {}, self.device, scripted)
         methods = scripted_methods(_module_interface_cls, _begin) if scripted else {}
         self.module_rref = remote(self.on, _make_module, to_make)
         self._take_methods(methods)
 
-    def _place(self, remote_device: str | torch.device) -> None:
+    def _choose_worker(self, remote_device: str | torch.device) -> None:
         if agent_or_none() is None:
             raise RemoteReferenceError("RemoteModule only works in RPC: call init_rpc first")
-        place = RemoteDevice.parse(remote_device)
+        parsed = RemoteDevice.parse(remote_device)
         self.on: str | int = get_worker_info().name
-        if place.worker is not None:
-            self.on = place.worker
-        elif place.rank is not None:
-            self.on = place.rank
-        self.device = str(place.device)
+        if parsed.worker is not None:
+            self.on = parsed.worker
+        elif parsed.rank is not None:
+            self.on = parsed.rank
+        self.device = str(parsed.device)
         self.is_device_map_set = False
         self.is_scriptable = False
 
@@ -87,7 +87,7 @@ class RemoteModule(torch.nn.Module):
         """Take the methods of an interface, if there is one."""
         if methods:
             self.is_scriptable = True
-            self._home = home_of((self.module_rref, self.device))
+            self._target_future = target_future((self.module_rref, self.device))
         for name, method in methods.items():
             setattr(self, name, types.MethodType(method, self))
 
@@ -104,7 +104,7 @@ class RemoteModule(torch.nn.Module):
         """
         made = RemoteModule.__new__(RemoteModule)
         torch.nn.Module.__init__(made)
-        made._place(remote_device)
+        made._choose_worker(remote_device)
         made.module_rref = module_rref
         if _module_interface_cls is not None:
             made._take_methods(scripted_methods(_module_interface_cls, _begin))
@@ -158,10 +158,10 @@ class RemoteModule(torch.nn.Module):
 
 
 def _begin(
-    place: tuple[RRef, str], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    target: tuple[RRef, str], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Future[Any]:
-    """Begin a call of the module at a place, which is a reference to it and its device."""
-    rref, device = place
+    """Begin a call of a module, given by a reference to it and its device."""
+    rref, device = target
     return rpc_async(rref.owner(), _forward, (rref, device, args, kwargs or {}))
 
 
@@ -182,7 +182,8 @@ def _not_supported(name: str, hint: str = "") -> Callable[..., Any]:
     return method
 
 
-RemoteModule.__annotations__["_home"] = Home  # for torch.jit.script, which cannot read an annotation's text
+# torch.jit.script cannot read an annotation's text.
+RemoteModule.__annotations__["_target_future"] = TargetFuture
 
 _NOT_SUPPORTED = """
     add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu load_state_dict

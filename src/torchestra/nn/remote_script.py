@@ -22,25 +22,25 @@ from torchestra.errors import InvalidArgumentError
 
 NOT_PICKLED = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
 
-Home = Future[Any]
+TargetFuture = Future[Any]
 """Says where calls go. A script module cannot hold Python objects, but a finished future can hold any."""
 
 Begin = Callable[[Any, tuple[Any, ...]], Future[Any]]
-"""Begins a call, given the place that a home holds and the arguments."""
+"""Begins a call, given the target and the arguments."""
 
 _SOURCE = """
 def forward_async(self, {typed}) -> _Future[_Result]:
     if not torch.jit.is_scripting():
-        return _begin(self._home.value(), ({names}))
-    return torch.jit.fork(_end, self._home, _begin_for_script(self._home, {names}))
+        return _begin(self._target_future.value(), ({names}))
+    return torch.jit.fork(_end, self._target_future, _begin_for_script(self._target_future, {names}))
 
 def forward(self, {typed}) -> _Result:
-    return _end(self._home, _begin_for_script(self._home, {names}))
+    return _end(self._target_future, _begin_for_script(self._target_future, {names}))
 
-def _begin_for_script(_home: _Home, {typed}) -> int:
-    return _keep(_begin(_home.value(), ({names})))
+def _begin_for_script(_target_future: _TargetFuture, {typed}) -> int:
+    return _keep(_begin(_target_future.value(), ({names})))
 
-def _end(_home: _Home, _number: int) -> _Result:
+def _end(_target_future: _TargetFuture, _number: int) -> _Result:
     return _begun.pop(_number).wait()
 
 def __getstate__(self) -> int:
@@ -56,11 +56,11 @@ _numbers = itertools.count()
 _begun: dict[int, Future[Any]] = {}
 
 
-def home_of(place: Any) -> Home:
-    """Make a home that holds a place."""
-    home: Home = Future()
-    home.set_result(place)
-    return home
+def target_future(target: Any) -> TargetFuture:
+    """Return a completed future that holds the target of calls: a reference to the module, and its device."""
+    future: TargetFuture = Future()
+    future.set_result(target)
+    return future
 
 
 def _keep(call: Future[Any]) -> int:
@@ -72,7 +72,7 @@ def _keep(call: Future[Any]) -> int:
 
 @functools.cache
 def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., Any]]:
-    """Make the methods of a module that is called by an interface; they use its attribute ``_home``.
+    """Make the methods of a module that is called by an interface; they use its attribute ``_target_future``.
 
     Args:
         interface: a class made by ``torch.jit.interface``, with a method ``forward``.
@@ -92,7 +92,7 @@ def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., A
         "__name__": __name__,
         "torch": torch,
         "_Future": Future,
-        "_Home": Home,
+        "_TargetFuture": TargetFuture,
         "_Result": hints.get("return", torch.Tensor),
         "_begin": begin,
         "_begun": _begun,

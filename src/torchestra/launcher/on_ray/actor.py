@@ -23,7 +23,7 @@ from torchestra.launcher.fork_server_client import ForkServerClient
 from torchestra.launcher.on_ray.messages import ActorInfo, Event, EventBatch, Printed, ResultChunk, Started
 from torchestra.launcher.port_reservation import PortReservation
 from torchestra.launcher.root_cause import failure_from
-from torchestra.launcher.spec import Ended, Failure, JobSpec, Script
+from torchestra.launcher.spec import Ended, Failure, JobSpec, PhaseReached, Script, StoreServed
 from torchestra.store import TCPStoreServer
 
 CONCURRENT_CALLS = 4
@@ -226,8 +226,14 @@ class _HeldRank(JobListener):
         self._pids.append(pid)
         self._add(Started(pid))
 
+    def store_served(self, served: StoreServed) -> None:
+        return  # the ranks meet elsewhere
+
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         self._add(Printed(stream, data))
+
+    def reached(self, rank: int, reached: PhaseReached) -> None:
+        self._add(reached)
 
     def failed(self, rank: int, failure: Failure) -> None:
         self._add(failure)

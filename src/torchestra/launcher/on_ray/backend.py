@@ -23,10 +23,10 @@ from torchestra.launcher.channel import anonymous_file
 from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.on_ray.messages import Event, EventBatch, Printed, ResultChunk, Started
 from torchestra.launcher.on_ray.placement import PlacedRank, Placement
-from torchestra.launcher.spec import Ended, Failure
+from torchestra.launcher.spec import Ended, Failure, PhaseReached
 from torchestra.store.secret import SECRET_VARIABLE
 
-_ASK_AGAIN_S = 0.5
+_RETRY_S = 0.5
 _UNREACHABLE_S = 30.0
 _LAST_WAIT_S = 5.0
 _OF_A_HOST = frozenset({"TORCHESTRA_HOST_ID", "TORCHESTRA_STORE"})
@@ -76,10 +76,10 @@ class RayBackend(LaunchBackend):
             reply = placed.actor.start.remote(spec, index, placed.local_rank, self._variables_of(placed))
             self._expect(index, reply)
 
-    def signal(self, signum: signal.Signals, final: bool) -> None:
-        for rank in self._ranks:
-            if not rank.over:
-                rank.placed.actor.signal.remote(int(signum), final)
+    def signal(self, signum: signal.Signals, final: bool, rank: int | None = None) -> None:
+        for index, held in enumerate(self._ranks):
+            if not held.over and rank in (None, index):
+                held.placed.actor.signal.remote(int(signum), final)
         if signum == signal.SIGKILL:
             self.listener.loop.call_at(time.monotonic() + _LAST_WAIT_S, self._give_up)
 
@@ -135,7 +135,7 @@ class RayBackend(LaunchBackend):
         if now - rank.silent_since > _UNREACHABLE_S:
             self._lose(index, error)
         else:
-            self.listener.loop.call_at(now + _ASK_AGAIN_S, partial(self._listen, index))
+            self.listener.loop.call_at(now + _RETRY_S, partial(self._listen, index))
 
     def _take_events(self, index: int, batch: EventBatch) -> None:
         rank = self._ranks[index]
@@ -156,6 +156,8 @@ class RayBackend(LaunchBackend):
             if event.last:
                 result, rank.result = rank.result, None
                 self.listener.returned(index, result)
+        elif isinstance(event, PhaseReached):
+            self.listener.reached(index, replace(event, time=event.time + rank.clock_offset))
         elif isinstance(event, Failure):
             self.listener.failed(index, replace(event, time=event.time + rank.clock_offset))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
-from torchestra.launcher.spec import Ended, Failure
+from torchestra.launcher.spec import Ended, Failure, PhaseReached
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ResultChunk:
     last: bool
 
 
-Event = Union[Started, Printed, ResultChunk, Failure, Ended]
+Event = Union[Started, Printed, ResultChunk, PhaseReached, Failure, Ended]
 
 
 @dataclass(frozen=True)

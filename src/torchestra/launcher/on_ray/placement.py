@@ -52,7 +52,8 @@ class Cluster:
                     options.address, runtime_env=environment, log_to_driver=False, logging_level="warning"
                 )
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise DistError(f"no connection to a Ray cluster at {address or 'hand'}: {error}") from error
+                place = f" at {address}" if address else ""
+                raise DistError(f"no connection to a Ray cluster{place}: {error}") from error
 
     def ranks_at_most(self) -> int:
         """Return how many ranks the whole cluster can hold: the value of ``"auto"``."""

@@ -77,4 +77,4 @@ def _difference(descriptions: Sequence[Description]) -> str:
                     f"{what} is {reference.get(what, 'missing')} on rank 0, but {other.get(what, 'missing')}"
                     f" on rank {rank}"
                 )
-    raise AssertionError("the digests differ, but not what they are of")
+    raise AssertionError("the digests of the models differ, but the models do not")

@@ -90,7 +90,7 @@ def bucket_limits(
         cap = limits[0] if limits else int(default_mb * (1 << 20))
         return [min(first_bytes, cap), cap]
     if not limits:
-        raise InvalidArgumentError(f"{NAME}: `bucket_cap_mb_list` must have a number at least, got []")
+        raise InvalidArgumentError(f"{NAME}: `bucket_cap_mb_list` must have at least one number, got []")
     return limits
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from torchestra.communicator.work import Work
+from torchestra.engine.recorder.flight_entries import SpanTimes
 from torchestra.errors import GradientReductionError, InvalidArgumentError
 from torchestra.nn.parallel.buckets import Bucket
 from torchestra.nn.parallel.comm_hooks.interface import (
@@ -66,13 +67,15 @@ class _PendingBucket:
         work: the reduction, if it has begun.
         future: the communication hook's future.
         shadow: whether this rank contributes zeros, and keeps its gradients.
+        began: when its gradients were ready, by ``time.perf_counter_ns()``.
     """
 
-    __slots__ = ("copies", "future", "gradients", "saved", "shadow", "tensors", "unused", "work")
+    __slots__ = ("began", "copies", "future", "gradients", "saved", "shadow", "tensors", "unused", "work")
 
     def __init__(
         self, gradients: list[torch.Tensor | None], unused: Collection[int] = (), *, shadow: bool = False
     ) -> None:
+        self.began = _now()
         self.gradients = gradients
         self.unused = unused
         self.shadow = shadow
@@ -160,7 +163,6 @@ class BucketReducer:
         Raises:
             GradientReductionError: a gradient is missing or not as expected.
         """
-        began = _now()
         pending = self._pending[bucket.number] = _PendingBucket(self._store.take(bucket.parameters), unused)
         # With create_graph=True the gradients are part of a graph, and must not change.
         if torch.is_grad_enabled():
@@ -172,7 +174,7 @@ class BucketReducer:
             pending.tensors = [bucket.flat]
         else:
             pending.tensors = self._in_place(bucket, pending)
-        self._counters.copy_ns += _now() - began
+        self._counters.copy_ns += _now() - pending.began
         if self.begins_early:
             self._begin(bucket, pending, is_last)
 
@@ -283,7 +285,7 @@ class BucketReducer:
         gradient, name = pending.gradients[index], self._names[bucket.indices[index]]
         if gradient is None:
             raise GradientReductionError(
-                f"the gradient of parameter {name!r} was taken away before it was averaged: no hook on the"
+                f"the gradient of parameter {name!r} was removed before it was averaged: no hook on the"
                 " parameter may set its .grad to None"
             )
         if gradient.layout is not torch.strided:
@@ -315,8 +317,8 @@ class BucketReducer:
 
     # -- the end
 
-    def complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket's averages, or sums."""
+    def complete(self, bucket: Bucket) -> SpanTimes:
+        """Wait for a bucket's averages, or sums; return when it was under way."""
         pending = self._pending[bucket.number]
         began = _now()
         if pending.future is not None:
@@ -325,7 +327,9 @@ class BucketReducer:
             pending.work.wait()
         elif pending.tensors:
             self._reduce(bucket, pending, async_op=False)
-        self._counters.wait_ns += _now() - began
+        ended = _now()
+        self._counters.wait_ns += ended - began
+        return "bucket", pending.began, ended, bucket.number, bucket.nbytes
 
     def write_back(self, bucket: Bucket, used: Sequence[int]) -> None:
         """Make the averages of a completed bucket the gradients of its parameters.

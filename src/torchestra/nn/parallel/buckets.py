@@ -201,8 +201,8 @@ def check_plan(
     named = sorted(index for indices in plan for index in indices)
     if named != list(range(len(parameters))) or not all(plan):
         raise InvalidArgumentError(
-            f"Reducer: the buckets must name each of {len(parameters)} parameters once, and each name one"
-            f" at least, got {plan}"
+            f"Reducer: the buckets must name each of {len(parameters)} parameters once, and each bucket at"
+            f" least one, got {plan}"
         )
     for number, indices in enumerate(plan):
         dtypes = {parameters[index].dtype for index in indices}

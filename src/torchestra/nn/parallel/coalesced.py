@@ -10,7 +10,7 @@ from torch._utils import _unflatten_dense_tensors
 from torchestra.nn.parallel.buckets import shared_memory
 from torchestra.process_group import ProcessGroup
 
-_MOST_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20
 
 
 class CoalescedBroadcast:
@@ -34,7 +34,7 @@ class CoalescedBroadcast:
 
 
 def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0, most_bytes: int = _MOST_BYTES
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0, most_bytes: int = _MAX_BYTES
 ) -> None:
     """Replace the tensors on every rank by those of rank ``root`` of the group, in few broadcasts.
 
@@ -72,30 +72,30 @@ class BufferBroadcast:
 
     def __init__(self, module: torch.nn.Module, group: ProcessGroup, ignored: Collection[str] = ()) -> None:
         self._group = group
-        self._places: list[tuple[torch.nn.Module, str]] = []
+        self._owners: list[tuple[torch.nn.Module, str]] = []
         found: set[int] = set()
         for path, owner in module.named_modules():
             for name, buffer in owner._buffers.items():
                 full = f"{path}.{name}" if path else name
                 if buffer is not None and id(buffer) not in found and full not in ignored:
                     found.add(id(buffer))
-                    self._places.append((owner, name))
+                    self._owners.append((owner, name))
         self._buffers: list[torch.Tensor] = []
         self._broadcasts: list[CoalescedBroadcast] = []
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._owners)
 
     def run(self, root: int = 0) -> None:
         """Broadcast the buffers as they are now. Must be called by all ranks."""
-        buffers = [owner._buffers[name] for owner, name in self._places]
+        buffers = [owner._buffers[name] for owner, name in self._owners]
         current = [buffer for buffer in buffers if buffer is not None]
         if len(current) != len(self._buffers) or any(
             new is not known for new, known in zip(current, self._buffers, strict=True)
         ):
             self._buffers = current
             self._broadcasts = [
-                CoalescedBroadcast(batch, self._group) for batch in batches(current, _MOST_BYTES)
+                CoalescedBroadcast(batch, self._group) for batch in batches(current, _MAX_BYTES)
             ]
         for broadcast in self._broadcasts:
             broadcast.run(root)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.autograd_hooks import GradientHooks, weak_method
 from torchestra.nn.parallel.buckets import shared_flat
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
 from torchestra.nn.parallel.statistics import Counters
@@ -51,17 +52,21 @@ class DelayedReduction:
         self.parameters = list(parameters)
         self.divisor: int | None = None
         self._counters = counters
-        self.update_process_group(group)
+        self._use(group)
         broadcast_coalesced([parameter.detach() for parameter in parameters], group)
         # Not before its own gradient is ready: it may be one of the parameters.
-        self._hook = trigger.register_post_accumulate_grad_hook(self._reduce)
+        self._hooks = GradientHooks(group, [trigger], [weak_method(self._reduce)])
 
     def remove_autograd_hook(self) -> None:
         """Take no part in backward any more."""
-        self._hook.remove()
+        self._hooks.remove()
 
     def update_process_group(self, group: ProcessGroup) -> None:
         """Average over these ranks from now on; a backward that has begun is not averaged."""
+        self._use(group)
+        self._hooks.update_process_group(group)
+
+    def _use(self, group: ProcessGroup) -> None:
         self._group = group
         self._flat, self._views = shared_flat(self.parameters, group)
         self._armed = False

@@ -337,7 +337,9 @@ class DistributedDataParallel(Controls):
             self._precision.after(output)
         if reducing:
             counters = self._counters
-            counters.forward_ns += time.perf_counter_ns() - counters.forward_started
+            began, ended = counters.forward_started, time.perf_counter_ns()
+            counters.forward_ns += ended - began
+            self.reducer.record_spans([("forward", began, ended, -1, 0)])
             self.reducer.prepare_for_backward(output)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MOST_NAMES = 10
+_MAX_NAMES = 10
 
 
 def unfinished(
@@ -35,8 +35,8 @@ def unfinished(
             " participate in calculating loss. If backward raised an error, wrap the module again on all"
             " ranks."
         )
-    more = f" and {len(indices) - _MOST_NAMES} more" if len(indices) > _MOST_NAMES else ""
-    shown = ", ".join(names[index] for index in indices[:_MOST_NAMES])
+    more = f" and {len(indices) - _MAX_NAMES} more" if len(indices) > _MAX_NAMES else ""
+    shown = ", ".join(names[index] for index in indices[:_MAX_NAMES])
     return (
         f"{opening}{cause}\nParameters which did not receive grad for rank {rank}: {shown}{more}."
         f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, indices))}"

@@ -17,7 +17,7 @@ from torchestra.process_group import ProcessGroup
 
 
 @runtime_checkable
-class StartsAnew(Protocol):
+class Resettable(Protocol):
     """A communication hook's state that keeps something from step to step."""
 
     def on_rebuild(self) -> None:
@@ -37,7 +37,7 @@ def follow(state: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
     """Replace ``former`` by ``group`` in the state of a hook; return the state.
 
     The state may be a group, or hold groups in its attributes or, if it is a list, tuple or dict, in its
-    items. It stays the same object unless it is a group or a tuple. If it is :class:`StartsAnew`, its
+    items. It stays the same object unless it is a group or a tuple. If it is :class:`Resettable`, its
     ``on_rebuild()`` is called.
     """
     if isinstance(state, ProcessGroup):
@@ -53,7 +53,7 @@ def follow(state: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
             held = getattr(state, name, None)
             if (now := _replacement(held, former, group)) is not held:
                 setattr(state, name, now)
-    if isinstance(state, StartsAnew):
+    if isinstance(state, Resettable):
         state.on_rebuild()
     return state
 

@@ -23,7 +23,6 @@ autograd's own. They hold the reducer weakly and are removed when it dies, so th
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,9 +31,10 @@ import torch
 
 from torchestra.communicator.queue import RAISED_BY_ALL
 from torchestra.engine.kernels.selection import spare_cores
+from torchestra.engine.recorder.flight_entries import SpanTimes
 from torchestra.errors import GradientReductionError, InvalidArgumentTypeError
 from torchestra.nn.parallel import messages
-from torchestra.nn.parallel.autograd_hooks import one_at_a_time, queue_callback, remove_all, weakly
+from torchestra.nn.parallel.autograd_hooks import GradientHooks, one_at_a_time, queue_callback, weak_method
 from torchestra.nn.parallel.bucket_reducer import BucketReducer
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
@@ -126,7 +126,7 @@ class Reducer(TorchReducerNames):
         self._as_views = gradient_as_bucket_view
         self._store = gradient_store or ThreadGradientStore()
         self._bucket_reducer = self._make_bucket_reducer()
-        self.tracker = ReadyTracker(self.names, self._group.rank(), weakly(self._start_ready_buckets))
+        self.tracker = ReadyTracker(self.names, self._group.rank(), weak_method(self._start_ready_buckets))
         self._used_by = torch.zeros(count, dtype=torch.int32)
         self._first_plan = bucket_indices, per_bucket_size_limits
         self._make_buckets(*self._first_plan)
@@ -139,18 +139,13 @@ class Reducer(TorchReducerNames):
         self._next, self._failure = 0, ""
         self._futures: list[torch.futures.Future[Any]] = []
         self._discarded: Sequence[torch.Tensor] = ()
-        self._register_autograd_hooks()
+        self._hooks = self._register_autograd_hooks()
 
-    def _register_autograd_hooks(self) -> None:
+    def _register_autograd_hooks(self) -> GradientHooks:
         hooks = [self.tracker.hook_for(index) for index in range(len(self.parameters))]
         if len({parameter.device for parameter in self.parameters}) > 1:
             hooks = one_at_a_time(hooks)
-        handles = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for parameter, hook in zip(self.parameters, hooks, strict=True)
-        ]
-        self._remove_hooks = weakref.finalize(self, remove_all, handles)
-        self._remove_hooks.atexit = False
+        return GradientHooks(self._group, self.parameters, hooks)
 
     def _make_bucket_reducer(self) -> BucketReducer:
         between_hosts = self._group.communicator.engine.hosts is not None
@@ -231,7 +226,7 @@ class Reducer(TorchReducerNames):
 
     def remove_autograd_hooks(self) -> None:
         """Take no part in backward any more."""
-        self._remove_hooks()
+        self._hooks.remove()
 
     def discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Remove the gradients of these parameters after each round: an optimizer has used them already."""
@@ -245,6 +240,7 @@ class Reducer(TorchReducerNames):
         """Forget a round that was not finished, and average over another group from now on."""
         self._bucket_reducer.reset()
         former_group, self._group = self._group, group
+        self._hooks.update_process_group(group)
         former, self._bucket_reducer = self._bucket_reducer, self._make_bucket_reducer()
         self._bucket_reducer.adopt_hook(former, former_group, group)
         self._end_round()
@@ -274,6 +270,10 @@ class Reducer(TorchReducerNames):
         self.iterations += 1
         self.counters.forward_started = _now()
 
+    def record_spans(self, spans: Sequence[SpanTimes]) -> None:
+        """Write parts of the current step, which have ended, into the group's flight record."""
+        self._group.communicator.engine.record_spans(self.iterations, spans)
+
     def check_finished(self) -> None:
         """Raise a GradientReductionError if a round has begun and not ended, or a reduction has failed."""
         rank = self._group.rank()
@@ -295,6 +295,8 @@ class Reducer(TorchReducerNames):
             )  # the others wait for it
         # As text: the error's traceback would keep this reducer alive, and with it its hooks.
         self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        # A backward through the module alone may follow; its gradients are not those of this round.
+        self.tracker.end()
 
     def _has_begun(self) -> bool:
         return self._next > 0 or self.tracker.has_begun
@@ -385,8 +387,9 @@ class Reducer(TorchReducerNames):
         try:
             reduced = self._used_buckets() if self._skip_unused else self.buckets
             counters.reduced = len(reduced)
-            for bucket in reduced:
-                bucket_reducer.complete(bucket)
+            began = _now()
+            spans = [bucket_reducer.complete(bucket) for bucket in reduced]
+            spans.append(("wait", began, _now(), -1, 0))
             if self._finds_unused_each_round or tracker.static:
                 self._share_usage(tracker.used())
             used: Sequence[int] = self._used_by.tolist() if tracker.unused else ()
@@ -407,6 +410,8 @@ class Reducer(TorchReducerNames):
         if not counters.backward_started:
             counters.backward_started = counters.communication_started
         counters.backward_ns += ended - counters.backward_started
+        spans.append(("backward", counters.backward_started, ended, -1, 0))
+        self._group.communicator.engine.record_spans(self.iterations, spans)
         self._end_round()
 
     def _used_buckets(self) -> list[Bucket]:

@@ -51,7 +51,7 @@ def hook_with_zero_step(
         if not bucket.index():
             waiting.clear()  # of a step that has failed
         averaged = hook(state, bucket)
-        if not plan.see(bucket.index(), bucket.parameters(), buckets_are_final()):
+        if not plan.record(bucket.index(), bucket.parameters(), buckets_are_final()):
             return averaged
         waiting.append((bucket, averaged))
         if bucket.is_last():
@@ -81,7 +81,7 @@ def hook_with_zero_step_interleaved(
 
     def average_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         averaged = hook(state, bucket)
-        if not plan.see(bucket.index(), bucket.parameters(), buckets_are_final()):
+        if not plan.record(bucket.index(), bucket.parameters(), buckets_are_final()):
             return averaged
 
         def step(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -42,7 +42,7 @@ from torchestra.world.init import AnyGroup, default_group
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 _log = logging.getLogger(__name__)
-_MOST_SEEDS = 1_000_000_000
+_MAX_SEEDS = 1_000_000_000
 
 
 class PowerSGDState:
@@ -347,7 +347,7 @@ def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
 
 def _random(state: PowerSGDState, numel: int, like: torch.Tensor) -> torch.Tensor:
     """Draw normal numbers, the same on all ranks, from a separate generator."""
-    generator = torch.Generator().manual_seed(int(state.rng.randint(_MOST_SEEDS)))
+    generator = torch.Generator().manual_seed(int(state.rng.randint(_MAX_SEEDS)))
     return torch.randn(numel, generator=generator).to(like.dtype)
 
 

@@ -1,0 +1,160 @@
+"""Tensors as blocks of bytes with checksums, which are moved and compared one by one."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchestra.elastic.parts import TensorSpec
+from torchestra.engine.kernels.checksum import LINE_BYTES, copy_summed
+
+BLOCK_BYTES = 1 << 20
+_MERGED_BELOW = 64 << 10
+"""Shorter pieces of a block are sent in one message."""
+_MULTIPLIER = 31
+
+
+class Piece(NamedTuple):
+    """Some bytes of a tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+Block = list[Piece]
+
+
+def blocks_of(specs: Sequence[TensorSpec]) -> list[Block]:
+    """Cut the bytes of all tensors, one after the other, into blocks; all but the last are equally long."""
+    blocks: list[Block] = []
+    room = 0
+    for spec in specs:
+        length = spec.dtype.itemsize * torch.Size(spec.shape).numel()
+        start = 0
+        while start < length:
+            if room == 0:
+                blocks.append([])
+                room = BLOCK_BYTES
+            stop = min(length, start + room)
+            blocks[-1].append(Piece(spec.number, start, stop))
+            room -= stop - start
+            start = stop
+    return blocks
+
+
+def bytes_of(block: Block) -> int:
+    """Return how long a block is."""
+    return sum(piece.stop - piece.start for piece in block)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class TensorBlocks:
+    """Give access to the blocks of tensors.
+
+    Args:
+        tensors: contiguous, by number (see :class:`TensorSpec`).
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._bytes = [as_bytes(tensor) for tensor in tensors]
+
+    def _pieces(self, block: Block) -> Iterator[torch.Tensor]:
+        for piece in block:
+            yield self._bytes[piece.tensor][piece.start : piece.stop]
+
+    def checksum(self, block: Block) -> int:
+        """Return the CRC-32 of a block (zlib's): two blocks that differ in any way hardly ever share it."""
+        value = 0
+        for piece in self._pieces(block):
+            value = zlib.crc32(piece.cpu().numpy(), value)  # type: ignore[arg-type]
+        return value
+
+    def transfer_checksum(self, block: Block) -> int:
+        """Return a checksum of a block that costs a quarter of :meth:`checksum`.
+
+        It sees what a transfer might do: any one word that differs, and what was lost or misplaced. It does
+        not tell whether two values are equal, as it misses words that change places within 4 KiB.
+        """
+        value = 0
+        line = np.empty(LINE_BYTES, dtype=np.uint8)
+        for piece in self._pieces(block):
+            value = _summed(piece, line.ctypes.data, value, advance=0)
+        return value
+
+    def copy_out(self, block: Block, address: int) -> int:
+        """Copy a block into memory of its length; return its :meth:`transfer_checksum`."""
+        value = 0
+        for piece in self._pieces(block):
+            value = _summed(piece, address, value)
+            address += len(piece)
+        return value
+
+    def copy_in(self, block: Block, address: int) -> int:
+        """Copy a block from memory of its length; return the :meth:`transfer_checksum` of what was there."""
+        value = 0
+        for piece in self._pieces(block):
+            arrived = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
+            value = _copied(arrived.data_ptr(), address, len(piece), value)
+            if arrived is not piece:
+                piece.copy_(arrived)
+            address += len(piece)
+        return value
+
+    def to_send(self, block: Block) -> list[torch.Tensor]:
+        """Return a block's bytes as messages: long pieces as they are, copies of the short ones in one."""
+        pieces = list(self._pieces(block))
+        short = [piece.cpu() for piece in pieces if len(piece) < _MERGED_BELOW]
+        long = [piece for piece in pieces if len(piece) >= _MERGED_BELOW]
+        return [*long, torch.cat(short)] if short else long
+
+    def to_receive(self, block: Block) -> Receiving:
+        """Return where the messages of a block go."""
+        pieces = list(self._pieces(block))
+        short = [piece for piece in pieces if len(piece) < _MERGED_BELOW]
+        long = [piece for piece in pieces if len(piece) >= _MERGED_BELOW]
+        return Receiving(long, short)
+
+
+def _copied(target: int, source: int, length: int, checksum: int, advance: int = LINE_BYTES) -> int:
+    """Copy some bytes, with :func:`copy_summed` where they are enough for it; return the checksum."""
+    if length >= 8:
+        return int(copy_summed(target, advance, source, length, checksum))
+    ctypes.memmove(target, source, length)
+    return ctypes.c_int64(checksum * _MULTIPLIER + zlib.crc32(ctypes.string_at(source, length))).value
+
+
+def _summed(piece: torch.Tensor, target: int, checksum: int, advance: int = LINE_BYTES) -> int:
+    """Copy a tensor's bytes; return the checksum."""
+    source = piece.cpu()
+    return _copied(target, source.data_ptr(), len(source), checksum, advance)
+
+
+class Receiving:
+    """Hold the targets of a block's messages.
+
+    Attributes:
+        messages: what to receive into, in the order of :meth:`TensorBlocks.to_send`.
+    """
+
+    def __init__(self, long: list[torch.Tensor], short: list[torch.Tensor]) -> None:
+        self._short = short
+        self._merged = torch.empty(sum(map(len, short)), dtype=torch.uint8) if short else None
+        self.messages = long if self._merged is None else [*long, self._merged]
+
+    def finish(self) -> None:
+        """Distribute what came in one message; call it when all have come."""
+        if self._merged is not None:
+            for target, part in zip(
+                self._short, self._merged.split([len(each) for each in self._short]), strict=True
+            ):
+                target.copy_(part)

@@ -1,0 +1,312 @@
+"""Bring state from ranks that have it to ranks that want it.
+
+All ranks of the group take part. (1) The first source of each item tells how it is built: its skeleton, which
+has a TensorSpec for each tensor. (2) Each target says which blocks it wants: all, or between hosts those
+whose checksum differs. Every rank finds the same plan from this. (3) Each source sends its share of each
+target's blocks, straight from and into the tensors: within a host through memory of its own that both address
+(staging.py), else as messages, all at once. (4) The sources tell the checksums of what they sent, and a block
+that arrived otherwise is wanted again, from another source.
+
+A rank whose own state is whole, one step behind, receives into other memory and takes it over when all is
+verified: should the sources die on the way, it still has what it had.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchestra.collectives.functions import irecv, isend
+from torchestra.collectives.objects import all_gather_object
+from torchestra.communicator.work import Work
+from torchestra.elastic import staging
+from torchestra.elastic.blocks import BLOCK_BYTES, Block, Receiving, TensorBlocks, blocks_of, bytes_of
+from torchestra.elastic.parts import flatten_tensors, paths_of, tensor_specs_of, unflatten_tensors
+from torchestra.errors import DistError, InvalidArgumentError, named
+from torchestra.process_group import ProcessGroup
+
+_MAX_ROUNDS = 4
+
+
+class Item(NamedTuple):
+    """Describe a value to fetch; all ranks give the same items, each with its own value.
+
+    Attributes:
+        value: this rank's own, nested: what a source sends, or what is like it for a target to receive into.
+        sources: ranks with the value, which is the same on all of them.
+        targets: ranks that want it.
+        whole: this rank's own value must not be touched before all has arrived.
+    """
+
+    value: Any
+    sources: Sequence[int]
+    targets: Sequence[int]
+    whole: bool
+
+
+class Fetched(NamedTuple):
+    """Hold what a rank has received.
+
+    Attributes:
+        values: the nested values, by the item's number.
+        bytes: how many were received, those received twice included.
+        differing: how many blocks arrived with another checksum, and were fetched again.
+    """
+
+    values: dict[int, Any]
+    bytes: int
+    differing: int
+
+
+def gathered(group: ProcessGroup, value: Any) -> list[Any]:
+    """Return the objects of all ranks, by rank."""
+    values: list[Any] = [None] * group.size()
+    all_gather_object(values, value, group=group)
+    return values
+
+
+def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
+    """Bring items from their sources to their targets; every rank of the group calls this.
+
+    When this returns on a rank, all targets have received all and have verified it; but it may still fail on
+    a target, if a rank dies meanwhile.
+
+    Returns:
+        What this rank has received.
+
+    Raises:
+        InvalidArgumentError: this rank's model has other tensors than the sources'.
+        DistError: so it is on another rank; or data arrived damaged again and again.
+    """
+    apart = [flatten_tensors(item.value) for item in items]
+    me = group.rank()
+    told = _joined(
+        gathered(group, {index: apart[index][0] for index, item in enumerate(items) if item.sources[0] == me})
+    )
+    first = itertools.count()
+    moved = [_Moved(group, item, told[index], first) for index, item in enumerate(items)]
+    refusal = None
+    for each, (skeleton, tensors) in zip(moved, apart, strict=True):
+        refusal = refusal or each.prepare(skeleton, tensors)
+    return _Exchange(group, moved).run(refusal)
+
+
+class _Moved:
+    """Hold an item's blocks, which have numbers that differ from those of other items.
+
+    Attributes:
+        item: as given.
+        numbers: of its blocks.
+    """
+
+    def __init__(self, group: ProcessGroup, item: Item, skeleton: Any, numbers: Iterator[int]) -> None:
+        self.group, self.item, self.skeleton = group, item, skeleton
+        self.specs = tensor_specs_of(skeleton)
+        self._blocks = {next(numbers): block for block in blocks_of(self.specs)}
+        self.numbers = list(self._blocks)
+        self.sends, self.receives = group.rank() in item.sources, group.rank() in item.targets
+        # Between hosts a checksum costs less than the block; through memory it costs more.
+        self.compares = group.communicator.engine.hosts is not None
+        self._tensors: list[torch.Tensor] = []
+
+    def prepare(self, skeleton: Any, tensors: list[torch.Tensor]) -> str | None:
+        """Find the memory to send or to receive into; return why there is none, if so."""
+        refusal = None
+        if self.sends:
+            self._tensors = [tensor.contiguous() for tensor in tensors]
+        elif self.receives:
+            self._tensors, refusal = self._targets(skeleton, tensors)
+        self.tensor_blocks = TensorBlocks(self._tensors)
+        return refusal
+
+    def block(self, number: int) -> Block:
+        """Return a block by its number."""
+        return self._blocks[number]
+
+    def transfer_checksum(self, number: int) -> int:
+        """Return the checksum of a block that was sent or received."""
+        return self.tensor_blocks.transfer_checksum(self.block(number))
+
+    def value(self) -> Any:
+        """Return what has been received."""
+        return unflatten_tensors(self.skeleton, self._tensors)
+
+    def _targets(self, skeleton: Any, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], str | None]:
+        """Return where to receive, by tensor: own tensors, copies of them, or new ones; or why not."""
+        mine = paths_of(skeleton)
+        targets: list[torch.Tensor] = []
+        for path, index in paths_of(self.skeleton).items():
+            spec = self.specs[index]
+            if path not in mine:
+                targets.append(torch.empty(spec.shape, dtype=spec.dtype, device=spec.device))
+                continue
+            own = tensors[mine[path]]
+            if (own.dtype, tuple(own.shape)) != (spec.dtype, spec.shape):
+                return [], (
+                    f"{'.'.join(map(str, path))} is of {own.dtype} and shape {list(own.shape)} on rank"
+                    f" {self.group.rank()}, but of {spec.dtype} and shape {list(spec.shape)} on rank"
+                    f" {self.item.sources[0]}"
+                )
+            if self.item.whole or not own.is_contiguous():
+                # If blocks are compared, those that are alike stay.
+                copied = own.clone(memory_format=torch.contiguous_format) if self.compares else None
+                own = own.new_empty(own.shape) if copied is None else copied
+            targets.append(own)
+        return targets, None
+
+    def plan(self, wanted: list[list[int]], turn: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield source, target, and the blocks that go from one to the other.
+
+        Args:
+            wanted: by rank, the numbers of blocks, also of other items.
+            turn: how often blocks were fetched before; those fetched again come from another source.
+        """
+        numbers, sources = set(self.numbers), self.item.sources
+        count = len(sources)
+        for rank in self.item.targets:
+            blocks = [each for each in wanted[rank] if each in numbers]
+            for place in range(count):
+                yield sources[place], rank, [each for each in blocks if (each + turn) % count == place]
+
+
+class _Exchange:
+    """Move the blocks of all items; the plan is the same on all ranks."""
+
+    def __init__(self, group: ProcessGroup, moved: list[_Moved]) -> None:
+        self.group, self.moved = group, moved
+        self._of_block = {number: each for each in moved for number in each.numbers}
+        self._targets = sorted({rank for each in moved if each.sends for rank in each.item.targets})
+        many = sum(len(each.numbers) for each in moved if each.sends) >= staging.MIN_BLOCKS
+        self._slots = staging.Slots(group, len(self._targets) if many else 0)
+        self._places: list[tuple[int | None, list[int]]] = []
+
+    def run(self, refusal: str | None) -> Fetched:
+        """Send and receive until all targets have what they want."""
+        self._places = gathered(self.group, (self._slots.offset, self._targets))
+        wanted = self._gather_wanted(self._wanted() if refusal is None else refusal)
+        count = differing = 0
+        for turn in range(_MAX_ROUNDS):
+            came, sums = self._move(wanted, turn)
+            count += sum(bytes_of(self._of_block[number].block(number)) for number in came)
+            theirs = _joined(gathered(self.group, sums))
+            bad = [number for number, checksum in came.items() if checksum != theirs[number]]
+            differing += len(bad)
+            wanted = self._gather_wanted(bad)
+            if not any(wanted):
+                values = {index: each.value() for index, each in enumerate(self.moved) if each.receives}
+                return Fetched(values, count, differing)
+        raise self._damaged(wanted)
+
+    def _wanted(self) -> list[int]:
+        """Return the blocks that this rank wants, when those that are alike have been found."""
+        numbers = [number for each in self.moved if each.receives for number in each.numbers]
+        if not any(each.compares for each in self.moved):
+            return numbers
+        shares = {
+            number: each.tensor_blocks.checksum(each.block(number))
+            for each in self.moved
+            if each.sends
+            for number in each.numbers[each.item.sources.index(self.group.rank()) :: len(each.item.sources)]
+        }
+        theirs = _joined(gathered(self.group, shares))
+        return [number for number in numbers if self._checksum(number) != theirs[number]]
+
+    def _checksum(self, number: int) -> int:
+        moved = self._of_block[number]
+        return moved.tensor_blocks.checksum(moved.block(number))
+
+    def _move(self, wanted: list[list[int]], turn: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Send and receive one round; return the checksums of the blocks that came, and of those sent."""
+        streams: list[staging.Stream] = []
+        receiving, sending = [], []
+        for (source, target), numbers in self._plan(wanted, turn).items():
+            if (address := self._address(source, target, len(numbers))) is not None:
+                streams.append(staging.Stream(source, target, numbers, address))
+            elif target == self.group.rank():
+                receiving += [self._receive(number, source) for number in numbers]
+            else:
+                sending += [self._send(number, target) for number in numbers]
+        came, sums = staging.move(self.group, streams, self._copy_out, self._copy_in)
+        for number, works in sending:
+            _wait(works)
+            if number not in sums:  # what was just sent is still in the processor's cache
+                sums[number] = self._of_block[number].transfer_checksum(number)
+        for number, into, works in receiving:
+            _wait(works)
+            into.finish()
+            came[number] = self._of_block[number].transfer_checksum(number)
+        return came, sums
+
+    def _plan(self, wanted: list[list[int]], turn: int) -> dict[tuple[int, int], list[int]]:
+        """Return the blocks that this rank sends or receives, by source and target."""
+        plan: dict[tuple[int, int], list[int]] = {}
+        for moved in self.moved:
+            for source, target, numbers in moved.plan(wanted, turn):
+                if numbers and self.group.rank() in (source, target):
+                    plan.setdefault((source, target), []).extend(numbers)
+        return plan
+
+    def _address(self, source: int, target: int, blocks: int) -> int | None:
+        """Return where the source's places for a target are, None if blocks go by messages."""
+        heap = self.group.communicator.engine.heap_of(source)
+        offset, targets = self._places[source]
+        if heap is None or offset is None or blocks < staging.MIN_BLOCKS:
+            return None
+        if self.group.communicator.engine.heap_of(target) is None:
+            return None
+        return heap + offset + targets.index(target) * staging.SLOTS * BLOCK_BYTES
+
+    def _copy_out(self, number: int, address: int) -> int:
+        moved = self._of_block[number]
+        return moved.tensor_blocks.copy_out(moved.block(number), address)
+
+    def _copy_in(self, number: int, address: int) -> int:
+        moved = self._of_block[number]
+        return moved.tensor_blocks.copy_in(moved.block(number), address)
+
+    def _send(self, number: int, target: int) -> tuple[int, list[Work | None]]:
+        moved = self._of_block[number]
+        messages = moved.tensor_blocks.to_send(moved.block(number))
+        return number, [isend(each, group=self.group, group_dst=target) for each in messages]
+
+    def _receive(self, number: int, source: int) -> tuple[int, Receiving, list[Work | None]]:
+        moved = self._of_block[number]
+        into = moved.tensor_blocks.to_receive(moved.block(number))
+        return number, into, [irecv(each, group=self.group, group_src=source) for each in into.messages]
+
+    def _gather_wanted(self, mine: list[int] | str) -> list[list[int]]:
+        """Return the blocks that each rank wants, by rank.
+
+        Raises:
+            InvalidArgumentError, DistError: a rank cannot take the state; it says why in place of blocks.
+        """
+        told = gathered(self.group, mine)
+        for rank, each in enumerate(told):
+            if isinstance(each, str):
+                kind = InvalidArgumentError if rank == self.group.rank() else DistError
+                raise kind(
+                    f"elastic.State: rank {rank} of group {self.group.group_name!r} cannot take over the"
+                    f" state of the others: {each}. All ranks must build the same model and optimizer"
+                )
+        return told
+
+    def _damaged(self, wanted: list[list[int]]) -> DistError:
+        ranks = [rank for rank, blocks in enumerate(wanted) if blocks]
+        return DistError(
+            f"elastic.State: blocks of the state arrived with another checksum {_MAX_ROUNDS} times, on"
+            f" {named(ranks)} of group {self.group.group_name!r}. Does something change the state while it is"
+            " fetched, or is memory damaged?"
+        )
+
+
+def _wait(works: list[Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _joined(told: list[dict[int, Any]]) -> dict[int, Any]:
+    return {number: value for each in told for number, value in each.items()}
