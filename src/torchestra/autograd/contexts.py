@@ -1,7 +1,8 @@
 """Contexts: each worker's autograd state for one iteration of a program that spans workers.
 
 A worker makes its part of a context at the first call within it, and removes it when the worker that made the
-context releases it: every worker passes the release on to those it has called within the context.
+context releases it: every worker passes the release on to those it has called within the context. Where a
+worker is gone, those that it may have called are told by the worker that made the context.
 
 The contexts of a worker are the scope of its messages (rpc/message_scope.py), which this module installs.
 """
@@ -17,10 +18,10 @@ import torch
 
 from torchestra.autograd.gradients import Gradients
 from torchestra.autograd.graph_task import GraphTask, Key, Note
-from torchestra.autograd.send_recv import RecvRpc, SendRpc, record_receipt, record_send
+from torchestra.autograd.send_recv import RecvRpc, SendRpc, record_recv, record_send
 from torchestra.errors import BackwardError, RpcError
-from torchestra.rpc import message_scope
-from torchestra.rpc.agent import Agent
+from torchestra.rpc.agent import Agent, install_scope
+from torchestra.rpc.message_scope import MessageScope
 
 _COUNT_BITS = 48
 MAX_COUNT = (1 << _COUNT_BITS) - 1
@@ -36,8 +37,10 @@ class Context:
         gradients: the gradients accumulated on this worker.
         called: the ranks that this worker has called within it.
         neighbours: these ranks, and those that have called this worker.
-        sends, receipts: by the number of the message, in the order in which they were made.
+        sends, received: by the number of the message, in the order in which they were made.
         tasks: the backward passes that run here.
+        too_late: by pass that this worker does not know of yet, its messages that take no part in it; each
+            after its receiver.
         released: whether it has ended.
         turn: held by the thread that runs a pass that begins here.
     """
@@ -49,9 +52,10 @@ class Context:
         self.called: set[int] = set()
         self.neighbours: set[int] = set()
         self.sends: dict[int, SendRpc] = {}
-        self.receipts: dict[int, RecvRpc] = {}
+        self.received: dict[int, RecvRpc] = {}
         self.tasks: dict[Key, GraphTask] = {}
         self.finished: dict[Key, None] = {}
+        self.too_late: dict[Key, list[tuple[int, int]]] = {}
         self.released = False
         self.turn = threading.Lock()
         self.lock = threading.Lock()
@@ -80,23 +84,23 @@ class Context:
                 self.sends[message] = send
         return message
 
-    def see_release(self, to: int) -> None:
+    def tell_release(self, to: int) -> None:
         """Tell a called worker if the context was released meanwhile."""
         if self.released:
             self.contexts.tell(to, Note(self.context_id, "release"))
 
-    def note_receipt(self, source: int, message: int, tensors: list[torch.Tensor]) -> None:
+    def note_recv(self, source: int, message: int, tensors: list[torch.Tensor]) -> None:
         """Record tensors received from a worker; an empty list if they could not be read."""
         with self.lock:
             order, self.seen = self.seen, self.seen + 1
         if tensors:
-            receipt = record_receipt(message, source, order, tensors)
+            recv = record_recv(message, source, order, tensors)
         else:
-            receipt = RecvRpc(message, source, order, None)
+            recv = RecvRpc(message, source, order, None)
         with self.lock:
             if self.released:
                 return
-            self.receipts[message] = receipt
+            self.received[message] = recv
             self.neighbours.add(source)
             late = [*self.tasks, *list(self.finished)[-1:]]
         for key in late:
@@ -105,7 +109,7 @@ class Context:
 
     # -- backward passes
 
-    def task_of(self, key: Key, retain: bool, engager: int) -> GraphTask | None:
+    def task_of(self, key: Key, retain: bool, informer: int) -> GraphTask | None:
         """Return the task of a pass, after starting it if it is new here; None if it is over."""
         with self.lock:
             task = self.tasks.get(key)
@@ -113,24 +117,45 @@ class Context:
                 return task
             if key in self.finished or self.released:
                 return None
-            task = self.tasks[key] = GraphTask(self, key, retain, engager)
+            task = self.tasks[key] = GraphTask(self, key, retain, informer)
+            for peer, message in self.too_late.pop(key, ()):
+                task.gradients_came(peer, message, None)
         if key[0] != self.contexts.rank:
             self.contexts.agent.pool.submit(task.run_here)
         return task
+
+    def note_too_late(self, key: Key, peer: int, message: int) -> None:
+        """Note that a message to a peer takes no part in a pass, which this worker may not know of yet."""
+        with self.lock:
+            task = self.tasks.get(key)
+            if task is None and key not in self.finished:
+                self.too_late.setdefault(key, []).append((peer, message))
+        if task is not None:
+            task.gradients_came(peer, message, None)
 
     def end_task(self, key: Key) -> GraphTask | None:
         """End a pass here; return its task if it was running."""
         with self.lock:
             self.finished[key] = None
+            self.too_late.pop(key, None)
             return self.tasks.pop(key, None)
 
-    def retire(self, sends: Sequence[SendRpc], receipts: Sequence[RecvRpc]) -> None:
+    def retire(self, sends: Sequence[SendRpc], received: Sequence[RecvRpc]) -> None:
         """Forget messages whose graph has been freed: they take no part in other passes."""
         with self.lock:
             for send in sends:
                 self.sends.pop(send.message, None)
-            for receipt in receipts:
-                self.receipts.pop(receipt.message, None)
+            for recv in received:
+                self.received.pop(recv.message, None)
+
+    def adopt(self, rank: int) -> bool:
+        """Have the context released on a worker, as if called from here; return False if it has ended."""
+        with self.lock:
+            if self.released:
+                return False
+            self.called.add(rank)
+            self.neighbours.add(rank)
+            return True
 
     def release(self) -> bool:
         """End the context; return False if it had ended before."""
@@ -141,7 +166,7 @@ class Context:
             tasks = tuple(self.tasks.values())
             sends = tuple(self.sends.values())
             self.sends.clear()
-            self.receipts.clear()
+            self.received.clear()
             self.gradients = Gradients()
         for task in tasks:
             task.fail(self.contexts.not_found(self.context_id))
@@ -163,7 +188,7 @@ class Context:
 
     def _recv_functions(self) -> dict[int, Any]:
         with self.lock:
-            return {context_id: receipt.node for context_id, receipt in self.receipts.items() if receipt.node}
+            return {context_id: recv.node for context_id, recv in self.received.items() if recv.node}
 
 
 class ContextMark(NamedTuple):
@@ -209,7 +234,7 @@ class SendRecorder:
 
     def sent(self) -> None:
         """Note that the message was sent."""
-        self._context.see_release(self._to)
+        self._context.tell_release(self._to)
 
 
 def _parameters(content: object) -> Iterator[torch.nn.Parameter]:
@@ -222,13 +247,14 @@ def _parameters(content: object) -> Iterator[torch.nn.Parameter]:
         yield from _parameters(list(content.values()))
 
 
-class ContextContainer(message_scope.MessageScope):
+class ContextContainer(MessageScope):
     """All contexts of one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        super().__init__(agent)
-        self.rank = agent.rank
-        self._first = agent.rank << _COUNT_BITS
+        super().__init__(agent.info)
+        self.agent = agent
+        self.rank = agent.number
+        self._first = agent.number << _COUNT_BITS
         self._numbers = itertools.count(self._first)
         self._messages = itertools.count(self._first)
         self._passes = itertools.count()
@@ -287,7 +313,7 @@ class ContextContainer(message_scope.MessageScope):
         if mark.message is None:
             return
         if scope is not None and not scope.released:
-            scope.note_receipt(source, mark.message, tensors)
+            scope.note_recv(source, mark.message, tensors)
         else:
             for tensor in tensors:
                 tensor.requires_grad_()
@@ -330,24 +356,32 @@ class ContextContainer(message_scope.MessageScope):
         if not agent.closed and to not in agent.liveness.gone:
             agent.send_scope_message(to, note)
 
+    def checked(self, note: Any) -> Any:
+        """See :class:`~torchestra.rpc.message_scope.MessageScope`."""
+        if not isinstance(note, Note):
+            raise ValueError(f"not a note of an autograd context: {note!r:.100}")
+        return note
+
     def receive(self, source: int, note: Note) -> None:
         """See :class:`~torchestra.rpc.message_scope.MessageScope`."""
         context_id, what, key, content = note
+        if what == "orphaned":
+            self._adopt(source, context_id)
+            return
         if key is None:
             self.release(context_id)
             return
         context = self._all.get(context_id)
         if what in ("gradients", "start"):
-            self._engage(source, context_id, context, key, *content)
+            self._join_pass(source, context_id, context, key, *content)
         elif context is not None and what == "abort":
             self._abort(context, source, key, *content)
+        elif context is not None and what == "late":
+            context.note_too_late(key, source, *content)
         elif context is not None and (task := context.tasks.get(key)) is not None:
-            if what == "done":
-                task.peer_done(source, *content)
-            else:
-                task.gradients_came(source, content[0], None)
+            task.peer_done(source, *content)
 
-    def _engage(
+    def _join_pass(
         self,
         source: int,
         context_id: int,
@@ -378,10 +412,22 @@ class ContextContainer(message_scope.MessageScope):
     # -- ends
 
     def remove_lost(self, rank: int) -> None:
-        """End the contexts made by a worker that is gone."""
-        for context_id in tuple(self._all):
-            if context_id >> _COUNT_BITS == rank:
+        """End the contexts made by a worker that is gone.
+
+        It releases none any more on those that it has called: so these ask the worker that made the context.
+        """
+        for context_id, context in self._all.copy().items():
+            made_by = context_id >> _COUNT_BITS
+            if made_by == rank:
                 self.release(context_id)
+            elif made_by != self.rank and rank in context.neighbours:
+                self.tell(made_by, Note(context_id, "orphaned"))
+
+    def _adopt(self, rank: int, context_id: int) -> None:
+        """Release a context made here, when it ends, on a worker that nobody else tells."""
+        context = self._all.get(context_id)
+        if context is None or not context.adopt(rank):
+            self.tell(rank, Note(context_id, "release"))
 
     def close(self) -> None:
         """End all contexts."""
@@ -419,4 +465,4 @@ def contexts_of(agent: Agent) -> ContextContainer:
     return scope
 
 
-message_scope.install(ContextContainer)
+install_scope(ContextContainer)

@@ -16,8 +16,8 @@ ErrorRecord: TypeAlias = "tuple[int, str, bytes | None, str]"
 
 def describe(agent: Agent, error: BaseException) -> ErrorRecord:
     """Return a record of this worker's error, to be sent."""
-    described, text = remote_errors.describe(error, agent)
-    return agent.rank, str(error) or type(error).__name__, described, text
+    described, text = remote_errors.describe(error, agent.info)
+    return agent.number, str(error) or type(error).__name__, described, text
 
 
 def rebuild(described: ErrorRecord) -> Exception:

@@ -10,25 +10,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchestra.autograd.gradients import accumulate_in_contexts
-from torchestra.autograd.send_recv import ReceiptNode, SendNode
+from torchestra.autograd.send_recv import RecvNode, SendNode
 
 _Accumulate: type = type(torch.empty((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class Reached(NamedTuple):
+class ReachableNodes(NamedTuple):
     """The nodes that backward will reach.
 
     Attributes:
-        receipts: the nodes of received messages.
+        received: the nodes of received messages.
         reentrant: whether there is checkpointing that runs a backward within the backward.
     """
 
-    receipts: set[Any]
+    received: set[Any]
     reentrant: bool
 
 
-def prepare(starts: Iterable[Any], floor: int) -> Reached:
+def prepare(starts: Iterable[Any], floor: int) -> ReachableNodes:
     """Visit all nodes reachable from some; make the gradients of parameters accumulate in contexts.
 
     Args:
@@ -37,7 +37,7 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
     """
     stack = [node for node in starts if node is not None]
     seen = set(stack)
-    receipts = set()
+    received = set()
     reentrant = False
     while stack:
         node = stack.pop()
@@ -45,8 +45,8 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
         if kind is _Accumulate:
             accumulate_in_contexts(node)
             continue
-        if kind is ReceiptNode:
-            receipts.add(node)
+        if kind is RecvNode:
+            received.add(node)
             continue
         if kind.__name__ == _REENTRANT:
             reentrant = True
@@ -56,7 +56,7 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return Reached(receipts, reentrant)
+    return ReachableNodes(received, reentrant)
 
 
 class ParameterTracker(TorchFunctionMode):

@@ -5,12 +5,12 @@ message about the pass: it runs torch's own engine once, over everything its roo
 
 *Sends* are sources of that graph. Their nodes run after everything else that is ready, the one made last
 first; it waits until its gradients have come. *Receipts* send gradients back as soon as they run. For a
-receipt that nothing leads to, the worker says so at once: its message was not used, and its send has no
+receive that nothing leads to, the worker says so at once: its message was not used, and its send has no
 gradient to wait for. So every message with tensors in it gets exactly one answer.
 
-*No worker waits for ever.* Say that a worker's send or receipt is older than another's if it was made
+*No worker waits for ever.* Say that a worker's send or receive is older than another's if it was made
 earlier, by one clock for all. Let s be the youngest send that waits. Its message was received after s was
-made, in a receipt r, and all nodes that use r's tensors were made later still: the sends among them are
+made, in a receive r, and all nodes that use r's tensors were made later still: the sends among them are
 younger than s, so none waits. So everything that leads to r has run, on a worker that takes part; r has run
 or was found unused, and has sent the answer that s waits for. Each worker takes part: it gets gradients of
 a younger message; or, where the last message between two of them was sent by one that takes part, that one
@@ -51,7 +51,7 @@ class Note(NamedTuple):
     """A message about a context between two workers.
 
     Attributes:
-        what: "release", or of a backward pass "start", "gradients", "late", "done" or "abort".
+        what: "release", "orphaned", or of a backward pass "start", "gradients", "late", "done" or "abort".
         content: its arguments.
     """
 
@@ -90,7 +90,7 @@ class Context(Protocol):
     context_id: int
     lock: threading.Lock
     sends: dict[int, SendRpc]
-    receipts: dict[int, RecvRpc]
+    received: dict[int, RecvRpc]
     seen: int
     neighbours: set[int]
     gradients: Gradients
@@ -98,7 +98,7 @@ class Context(Protocol):
     def end_task(self, key: Key) -> object:
         """End a pass here."""
 
-    def retire(self, sends: Sequence[SendRpc], receipts: Sequence[RecvRpc]) -> None:
+    def retire(self, sends: Sequence[SendRpc], received: Sequence[RecvRpc]) -> None:
         """Forget messages whose graph has been freed."""
 
 
@@ -108,16 +108,16 @@ class GraphTask:
     Args:
         context: the pass's context.
         retain: keep the graph for further passes.
-        engager: the rank that told this one of the pass.
+        informer: the rank that told this one of the pass.
     """
 
-    def __init__(self, context: Context, key: Key, retain: bool, engager: int) -> None:
+    def __init__(self, context: Context, key: Key, retain: bool, informer: int) -> None:
         self.context = context
         self._contexts = context.contexts
         self._agent = context.contexts.agent
         self._key = key
         self._retain = retain
-        self._engager = engager
+        self._informer = informer
         self._lock = threading.Lock()
         self._sends: dict[int, SendRpc] | None = None
         self._arrived: dict[int, list[torch.Tensor | None] | None] = {}
@@ -145,7 +145,7 @@ class GraphTask:
         except BaseException as error:
             self._give_up(error)
             if isinstance(error, Exception) and error is not self._failure:
-                raise located(self._agent.rank, str(error) or type(error).__name__, error) from error
+                raise located(self._agent.number, str(error) or type(error).__name__, error) from error
             raise
         self.context.end_task(self._key)
 
@@ -153,7 +153,7 @@ class GraphTask:
         """Stop all workers that take part. Called at the origin."""
         self.context.end_task(self._key)
         why = (str(error) or type(error).__name__).partition("\n")[0]
-        for rank in tuple(self.context.neighbours - {self._agent.rank}):
+        for rank in tuple(self.context.neighbours - {self._agent.number}):
             self._tell(rank, "abort", f"the backward pass was given up, for: {why}")
 
     def run_here(self) -> None:
@@ -170,23 +170,23 @@ class GraphTask:
         context = self.context
         with context.lock:
             sends = dict(context.sends)
-            receipts = tuple(context.receipts.values())
+            received = tuple(context.received.values())
             seen = context.seen
         with self._lock:
             self._sends = sends
         tokens = [send.token for send in sends.values()]
         starts = {tensor.grad_fn for tensor in (*roots, *tokens)}
         reached = graph.prepare(starts, seen)
-        for receipt in receipts:
-            if receipt.node not in reached.receipts:
-                self._send(receipt, None)
-        for rank in self._peers_to_start(sends.values(), receipts):
+        for recv in received:
+            if recv.node not in reached.received:
+                self._send(recv, None)
+        for rank in self._peers_to_start(sends.values(), received):
             self._informed.add(rank)
             self._tell(rank, "start", self._retain)
         if not starts:
             return
         try:
-            with self._landing_here(reached.reentrant):
+            with self._tracking_task(reached.reentrant):
                 torch.autograd.backward(
                     [*roots, *tokens], [None] * len(roots) + [_ONE] * len(tokens), retain_graph=self._retain
                 )
@@ -194,11 +194,11 @@ class GraphTask:
             with self._lock:
                 self._sends = {}
             if not self._retain:
-                context.retire(tuple(sends.values()), receipts)
+                context.retire(tuple(sends.values()), received)
         context.gradients.own_views()
 
     @contextlib.contextmanager
-    def _landing_here(self, reentrant: bool) -> Iterator[None]:
+    def _tracking_task(self, reentrant: bool) -> Iterator[None]:
         before, thread_state.graph_task = thread_state.graph_task, self
         try:
             with graph.ParameterTracker() if reentrant else contextlib.nullcontext():
@@ -206,14 +206,14 @@ class GraphTask:
         finally:
             thread_state.graph_task = before
 
-    def _peers_to_start(self, sends: Collection[SendRpc], receipts: Collection[RecvRpc]) -> list[int]:
+    def _peers_to_start(self, sends: Collection[SendRpc], received: Collection[RecvRpc]) -> list[int]:
         """Return the ranks to tell of the pass, because they may not learn of it in another way."""
         last: dict[int, tuple[int, bool]] = {}
-        for is_send, messages in ((True, sends), (False, receipts)):
+        for is_send, messages in ((True, sends), (False, received)):
             for message in messages:
                 if message.peer not in last or last[message.peer][0] < message.order:
                     last[message.peer] = (message.order, is_send)
-        know = (self._agent.rank, self._key[0], self._engager)
+        know = (self._agent.number, self._key[0], self._informer)
         return [rank for rank, (_, is_send) in last.items() if is_send and rank not in know]
 
     # -- called by the nodes of the graph
@@ -243,14 +243,14 @@ class GraphTask:
         Raises:
             RuntimeError: the message takes no part in this pass.
         """
-        receipt = self.context.receipts.get(message)
-        if receipt is None:
+        recv = self.context.received.get(message)
+        if recv is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time, or through what was received in another"
                 " context: a backward() of this context without retain_graph=True has freed the graph of a"
                 " message, or a tensor has been kept from an earlier context (detach() it)"
             )
-        self._send(receipt, gradients)
+        self._send(recv, gradients)
 
     def is_first_use_of(self, tensor: torch.Tensor) -> bool:
         """Return whether no tensor sent, and no gradient of another parameter, has used this memory."""
@@ -260,16 +260,16 @@ class GraphTask:
         self._storages.add(address)
         return is_first
 
-    def _send(self, receipt: RecvRpc, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def _send(self, recv: RecvRpc, gradients: Sequence[torch.Tensor | None] | None) -> None:
         present = [each for each in gradients or () if each is not None]
         for each in present:
             self.is_first_use_of(each)
         detached = [None if each is None else each.detach() for each in gradients or ()] if present else None
-        if receipt.peer in self._agent.liveness.gone:
-            raise self._gone(receipt.peer, "it could be sent gradients")
-        if receipt.peer != self._agent.rank:
-            self._informed.add(receipt.peer)
-        self._tell(receipt.peer, "gradients", self._retain, receipt.message, detached)
+        if recv.peer in self._agent.liveness.gone:
+            raise self._gone(recv.peer, "it could be sent gradients")
+        if recv.peer != self._agent.number:
+            self._informed.add(recv.peer)
+        self._tell(recv.peer, "gradients", self._retain, recv.message, detached)
 
     def _tell(self, rank: int, what: str, *content: Any) -> None:
         self._contexts.tell(rank, Note(self.context.context_id, what, self._key, content))
@@ -289,7 +289,7 @@ class GraphTask:
                     " was sent while the backward pass ran: wait for calls before backward()"
                 )
             )
-        self._stir()
+        self._wake_if_ready()
 
     def peer_done(self, rank: int, informed: Collection[int], failed: ErrorRecord | None) -> None:
         """Record that a worker has done its part, and told these ranks of the pass. Called at the origin."""
@@ -299,18 +299,18 @@ class GraphTask:
         with self._lock:
             self._done.add(rank)
             self._awaited |= set(informed)
-            self._awaited -= self._done | {self._agent.rank}
-        self._stir()
+            self._awaited -= self._done | {self._agent.number}
+        self._wake_if_ready()
 
     def fail(self, error: BaseException) -> None:
         """End the pass here with this error."""
         if self._failure is None:
             self._failure = error
-        self._stir()
+        self._wake_if_ready()
 
     # -- waiting
 
-    def _stir(self) -> None:
+    def _wake_if_ready(self) -> None:
         wait = self._wait
         if wait is not None and (self._failure is not None or self._is_ready()):
             wait.finished = True
@@ -331,12 +331,12 @@ class GraphTask:
                 elif agent.timeout and clock.elapsed() > agent.timeout:
                     self.fail(self._late(peers(), doing, agent.timeout))
 
-            agent.liveness.checks.add(check)
+            agent.checks.add(check)
             try:
-                self._stir()
+                self._wake_if_ready()
                 agent.pool.wait(wait)
             finally:
-                agent.liveness.checks.discard(check)
+                agent.checks.discard(check)
                 self._wait = None
                 self._is_ready = bool  # the former function refers to this task: a reference cycle
         if self._failure is not None:
@@ -358,7 +358,7 @@ class GraphTask:
     def _late(self, ranks: Collection[int], doing: str, seconds: float) -> RpcTimeoutError:
         names = ", ".join(repr(self._agent.workers[rank].name) for rank in sorted(ranks))
         return RpcTimeoutError(
-            f"worker {self._agent.info.name!r} (rank {self._agent.rank}) has waited {seconds:g} s in a"
+            f"worker {self._agent.info.name!r} (rank {self._agent.info.id}) has waited {seconds:g} s in a"
             f" backward pass of context {self.context.context_id} for {doing}, from {names};"
             " set_rpc_timeout() changes how long it waits"
         )

@@ -69,7 +69,7 @@ class _SendFunction:
         return (None, *thread_state.graph_task.gradients_for(ctx.message))
 
 
-class _ReceiptFunction:
+class _RecvFunction:
     """Forward makes received tensors depend on the message; backward sends their gradients back."""
 
     @staticmethod
@@ -83,7 +83,7 @@ class _ReceiptFunction:
         task = thread_state.graph_task
         if task is None:
             raise RuntimeError(
-                "backward() has come to a tensor that was received from another worker: call"
+                "backward() reached a tensor that was received from another worker: call"
                 " torchestra.autograd.backward(context_id, [loss]) instead of loss.backward()"
             )
         task.send_back(ctx.message, gradients)
@@ -97,11 +97,11 @@ def _function(name: str, behaviour: type) -> Any:
 
 
 _send: Any = _function("SendRpc", _SendFunction)
-_receive: Any = _function("RecvRpc", _ReceiptFunction)
+_receive: Any = _function("RecvRpc", _RecvFunction)
 _anchor = torch.empty(0, requires_grad=True)
 
 SendNode: type = _send._backward_cls
-ReceiptNode: type = _receive._backward_cls
+RecvNode: type = _receive._backward_cls
 
 
 def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Tensor]) -> SendRpc:
@@ -114,7 +114,7 @@ def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Ten
     return SendRpc(message, peer, order, token, kinds)
 
 
-def record_receipt(message: int, peer: int, order: int, tensors: list[torch.Tensor]) -> RecvRpc:
+def record_recv(message: int, peer: int, order: int, tensors: list[torch.Tensor]) -> RecvRpc:
     """Make received tensors depend on the message."""
     with torch.enable_grad():
         _receive.apply(_anchor, message, tensors)

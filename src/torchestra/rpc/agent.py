@@ -1,12 +1,14 @@
 """A worker: makes calls, and dispatches the messages that come.
 
-A message is one of five kinds. A *call* has the function and its arguments; its header has the remote
+A message is one of seven kinds. A *call* has the function and its arguments; its header has the remote
 references within (rref_context.py), which the receiver must enter in the order of messages, and the scope of
-the call (message_scope.py). An *answer* or a *failure* has the id of the call. By *termination* values the
-workers agree to shut down (termination.py). *Scope* notes go from one worker's scope to another's.
+the call (message_scope.py). An *answer* or a *failure* has the id of the call. *Plain* calls and answers have
+no header, and nothing but numbers and texts (messages.py). By *termination* values the workers agree to shut
+down (termination.py). *Scope* notes go from one worker's scope to another's.
 
-Every call goes through :meth:`Agent.call`, and every one that comes through :meth:`CallExecutor.execute`
-(execution.py). :class:`Liveness` (liveness.py) finds workers that are gone and calls that are late.
+Every call goes through :meth:`Agent.call`, every one that comes through :meth:`CallExecutor.execute`
+(execution.py), and every answer through :class:`~torchestra.rpc.answers.AnswerHandler`.
+:meth:`Agent.check` fails calls that are late, or whose worker is gone (liveness.py).
 """
 
 from __future__ import annotations
@@ -14,45 +16,47 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-import torch
 from torch.futures import Future
 
-from torchestra.arguments.annotations import refuse_type
-from torchestra.errors import RpcError, shown
-from torchestra.rpc import remote_errors
+from torchestra.errors import RpcError, RpcTimeoutError
+from torchestra.rpc import plain, remote_errors
+from torchestra.rpc.answers import AnswerHandler
 from torchestra.rpc.call_scope import CallScope
-from torchestra.rpc.calls import Label, PendingCall, name_of
+from torchestra.rpc.calls import FutureCall, Label, PendingCall, name_of
 from torchestra.rpc.execution import CallExecutor
-from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingHeader
+from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingHeader, Reference
 from torchestra.rpc.leader_followers import ONCE, QUEUED, REPEATABLE, Job, LeaderFollowersPool
 from torchestra.rpc.liveness import Liveness
-from torchestra.rpc.message_scope import MessageScope, new_scope
+from torchestra.rpc.message_scope import MessageScope
 from torchestra.rpc.messages import (
     CALL,
     FAILURE,
     HEADER_LENGTH,
+    PLAIN_ANSWER,
+    PLAIN_CALL,
     SCOPE,
+    TENSOR_ANSWER,
+    TENSOR_CALL,
     TERMINATION,
     Encoded,
     decode,
     encode,
-    encode_plain_call,
     header_of,
     to_self,
 )
+from torchestra.rpc.options import RpcBackendOptions
 from torchestra.rpc.router import Router
-from torchestra.rpc.rref import RRef
 from torchestra.rpc.rref_context import RRefContext
 from torchestra.rpc.shared_buffers import OpenedBuffers
 from torchestra.rpc.worker_info import WorkerInfo
+from torchestra.rpc.workers import Workers
 from torchestra.system.deadline import RunningClock
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.transport.message import Message
-
-_set_result = torch._C.Future.set_result
 
 
 class Agent:
@@ -60,20 +64,24 @@ class Agent:
 
     Args:
         router: the connections to the others.
-        names: the names of all workers, by rank.
-        timeout_s: the default time-out of calls; 0 for no limit.
-        max_idle, max_threads: limits on the threads, see :class:`LeaderFollowersPool`.
+        workers: all workers so far, this one included.
+        options: the default time-out of calls, and the limits on threads.
+        rref_class: the class of references.
+
+    Attributes:
+        number, end_reason: of this worker, see :class:`Workers`; how it ends, for messages.
+        checks: functions that :meth:`check` calls.
     """
 
     def __init__(
-        self, router: Router, names: list[str], timeout_s: float, max_idle: int, max_threads: int
+        self, router: Router, workers: Workers, options: RpcBackendOptions, rref_class: type[Reference]
     ) -> None:
         self.router = router
-        self.rank = router.rank
-        self.workers = [WorkerInfo(name, rank) for rank, name in enumerate(names)]
-        self.info = self.workers[self.rank]
-        self.by_name = {info.name: info for info in self.workers}
-        self.timeout = timeout_s
+        self.number = router.number
+        self.workers = workers
+        self.info = workers[self.number]
+        self.end_reason = "has shut down"
+        self.timeout = options.rpc_timeout
         self.closed = self.inherited = False
         self.clock = RunningClock()
         self.pending: dict[int, PendingCall] = {}
@@ -83,16 +91,17 @@ class Agent:
         self.calls_made = 0
         self._call_ids = itertools.count(1)
         self._entering: tuple[Message, IncomingHeader] | None = None
-        self._null_scope = MessageScope(self)
+        self._null_scope = MessageScope(self.info)
         self._scope: MessageScope | None = None
         self._scope_lock = threading.Lock()
-        self.rrefs = RRefContext(self, RRef)
-        self.liveness = Liveness(self)
+        self.checks: set[Callable[[], None]] = set()
+        self.rrefs = RRefContext(self, rref_class)
+        self.liveness = Liveness(router, self.workers)
         self.executor = CallExecutor(self)
+        self.answers = AnswerHandler(self)
         self.endpoint = router.endpoint(self.liveness.is_lost)
-        self.pool = LeaderFollowersPool(
-            self.info.name, self.endpoint, self._dispatch, self.liveness.check, max_idle, max_threads
-        )
+        limits = options.num_worker_threads, options.max_worker_threads
+        self.pool = LeaderFollowersPool(self.info.name, self.endpoint, self._dispatch, self.check, *limits)
         forget_in_children(self)
 
     def forget(self) -> None:
@@ -104,31 +113,34 @@ class Agent:
         self.pool.start()
 
     def find(self, to: Any) -> WorkerInfo:
-        """Return the worker that a name, a rank or a WorkerInfo means.
+        """Return the worker that a name, a rank or a WorkerInfo means; errors as for :meth:`number_of`."""
+        return self.workers[self.number_of(to)]
+
+    def number_of(self, to: Any) -> int:
+        """Return the number of the worker that a name, a rank or a WorkerInfo means.
 
         Raises:
+            WorkerFailedError: it has been one, and is gone.
             RpcError: there is none.
         """
-        if isinstance(to, (str, WorkerInfo)):
-            worker = self.by_name.get(to if isinstance(to, str) else to.name)
-        elif isinstance(to, int) and not isinstance(to, bool):
-            worker = self.workers[to] if 0 <= to < len(self.workers) else None
-        else:
-            refuse_type("Cannot get WorkerInfo", "to", "a name, rank or WorkerInfo", to)
-        if worker is None:
-            raise RpcError(
-                f"could not find destination worker {shown(to)}: the workers are"
-                f" {', '.join(f'{info.name!r} (rank {info.id})' for info in self.workers)}"
-            )
-        return worker
+        if (number := self.workers.number_of(to)) is not None:
+            return number
+        if (former := self.workers.former_number_of(to)) is not None:
+            raise self.liveness.failure_of(former, "and no other has come in its place")
+        raise self.workers.nobody(to)
+
+    def current_workers(self) -> list[WorkerInfo]:
+        """Return those that are workers now, by number; where they join and leave, without the lost ones."""
+        gone = () if self.router.members is None else self.liveness.gone
+        return [self.workers[number] for number in self.workers.current() if number not in gone]
 
     @property
     def scope(self) -> MessageScope:
         """Return the installed scope of messages, or one that does nothing."""
         if self._scope is None:
             with self._scope_lock:
-                if self._scope is None:
-                    self._scope = new_scope(self)
+                if self._scope is None and _scope_factory is not None:
+                    self._scope = _scope_factory(self)
         return self._scope or self._null_scope
 
     @property
@@ -154,7 +166,8 @@ class Agent:
         keep: object = None,
         scope: CallScope | None = None,
         label: Any = None,
-    ) -> Future[Any]:
+        waits: bool = False,
+    ) -> Any:
         """Have a worker call a function; return a future of the result.
 
         Args:
@@ -163,6 +176,7 @@ class Agent:
             keep: an object to keep alive until the answer is there.
             scope: the scope that the call belongs to.
             label: what error messages name as called; default: the function.
+            waits: the caller waits for the result at once, by ``wait()``, so that no future is needed.
 
         Raises:
             RpcError: this worker has shut down.
@@ -172,48 +186,69 @@ class Agent:
             raise self._closed_error()
         if self.rrefs.dropped:
             self.pool.leave(self.rrefs.clear_dropped)
-        encoded = header = recorder = call = None
-        call_id = 0
+        call_id, call, outgoing = 0, None, _OutgoingCall()
         try:
-            if scope is None and creates is None:
-                encoded = encode_plain_call(function, args, kwargs)
+            encoded = plain.encode_call(function, args, kwargs) if scope is None and creates is None else None
             if encoded is None:
-                if scope is not None:
-                    recorder = scope.outgoing(to, (args, kwargs), is_call=True)
-                header = OutgoingHeader(self.rrefs, to, creates, recorder, self.router.buffers_to(to))
-                encoded = header.encode((function, args, kwargs))
+                encoded = self._encode_call(outgoing, to, function, args, kwargs, scope, creates)
             call_id = self.calls_made = next(self._call_ids)
-            what = function if label is None else label
             timeout_s = self.timeout if timeout < 0 else timeout
-            call = PendingCall(to, what, self.clock.elapsed(), timeout_s, (encoded, keep), self.pool.wait)
+            make = PendingCall if waits else FutureCall
+            call = make(to, label or function, self.clock.elapsed(), timeout_s, (encoded, keep), self.pool)
             self.pending[call_id] = call
+            if to >= len(self.workers):
+                self.workers.known(to)
             if to in self.liveness.gone:
-                self.fail(call_id, remote_errors.gone(call, self))
+                self.answers.fail(call_id, self.liveness.failure_of_call(call))
                 return call
-            if to == self.rank or self.endpoint is None:
+            if to == self.number or self.endpoint is None:
                 call.is_sent = True
-                self._send_to_self(CALL, call_id, encoded)
+                self._send_to_self(outgoing.kind, call_id, encoded)
             else:
-                self.endpoint.send(to, CALL, call_id, encoded.parts, encoded, call)
-            if recorder is not None:
-                recorder.sent()
+                self.endpoint.send(to, outgoing.kind, call_id, encoded.parts, encoded, call)
+            if outgoing.header is not None and outgoing.header.recorder is not None:
+                outgoing.header.recorder.sent()
             return call
         except BaseException as error:
-            self._take_back(call_id, call, header)
+            self._take_back(call_id, call, outgoing)
             if not call_id and isinstance(error, (pickle.PicklingError, AttributeError)):
                 raise self._pickling_error(error, to, function) from error
             raise
 
-    def _take_back(self, call_id: int, call: PendingCall | None, header: OutgoingHeader | None) -> None:
+    def _encode_call(
+        self,
+        outgoing: _OutgoingCall,
+        to: int,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        scope: CallScope | None,
+        creates: Creation | None,
+    ) -> Encoded:
+        """Serialize a call that is not of numbers and texts only."""
+        buffers = self.router.buffers_to(to)
+        if scope is None and creates is None:
+            taken: dict[int, None] = {}
+            outgoing.kind, outgoing.taken = TENSOR_CALL, taken
+            encoded = plain.encode_tensor_call(function, args, kwargs, buffers, taken)
+            if encoded is not None:
+                return encoded
+        header = OutgoingHeader(self.rrefs, to, buffers, scope, (args, kwargs), creates)
+        outgoing.kind, outgoing.header = CALL, header
+        return header.encode((function, args, kwargs))
+
+    def _take_back(self, call_id: int, call: PendingCall | None, outgoing: _OutgoingCall) -> None:
         """Forget a call that could not be made: nobody has its future."""
         self.pending.pop(call_id, None)
-        if header is not None and not (call is not None and call.is_sent):
-            header.withdraw()
+        if call is None or not call.is_sent:
+            self.router.shared_buffers.withdraw(outgoing.taken)
+            if outgoing.header is not None:
+                outgoing.header.withdraw()
 
     def _closed_error(self) -> RpcError:
         if self.inherited:
             return RpcError(str(refusal(f"worker {self.info.name!r} cannot make calls")))
-        return RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
+        return RpcError(f"worker {self.info.name!r} {self.end_reason}: no calls can be made any more")
 
     def _pickling_error(self, error: Exception, to: int, function: Any) -> Exception:
         return type(error)(
@@ -229,29 +264,35 @@ class Agent:
         """
         if not future.done():
             timeout_s = self.timeout if timeout < 0 else timeout
-            wait = PendingCall(self.rank, Label(what), self.clock.elapsed(), timeout_s, None, self.pool.wait)
+            wait = PendingCall(self.number, Label(what), self.clock.elapsed(), timeout_s, None, self.pool)
             call_id = next(self._call_ids)
             self.waits[call_id] = wait
             future.add_done_callback(lambda _: self._end_wait(call_id))
             self.pool.wait(wait)
             if not future.done():
                 wait.wait()  # raises
-        return future.wait()
+        try:
+            return future.wait()
+        finally:
+            del future  # as in PendingCall.wait
 
     def _end_wait(self, call_id: int) -> None:
         wait = self.waits.pop(call_id, None)
         if wait is not None:
-            self.finish(wait, None, None)
+            wait.complete(None, None)
 
     def send(self, to: int, kind: int, call_id: int, encoded: Encoded) -> None:
         """Send a message to a worker, which may be this one."""
-        if to == self.rank or self.endpoint is None:
+        if to == self.number or self.endpoint is None:
             self._send_to_self(kind, call_id, encoded)
         else:
+            self.workers.known(to)
             self.endpoint.send(to, kind, call_id, encoded.parts, encoded)
 
     def _send_to_self(self, kind: int, call_id: int, encoded: Encoded) -> None:
-        kind, job = self._dispatch(to_self(self.rank, kind, call_id, encoded))
+        kind, job = self._dispatch(to_self(self.number, kind, call_id, encoded))
+        if job is None:
+            return
         if kind == QUEUED:
             self.pool.submit(job)
         else:
@@ -260,16 +301,22 @@ class Agent:
     def send_scope_message(self, to: int, note: object) -> None:
         """Send a note to the scope of a worker."""
         buffers = self.router.buffers_to(to)
-        self.send(to, SCOPE, 0, encode(note, share=None if buffers is None else buffers.noting({})))
+        self.send(to, SCOPE, 0, encode(note, share=None if buffers is None else buffers.sharer({})))
 
     # -- what comes
 
-    def _dispatch(self, message: Message) -> tuple[int, Job]:
+    def _dispatch(self, message: Message) -> tuple[int, Job | None]:
         """Return how the pool is to do the job of a message, and the job. An unreadable one ends its sender.
 
         May be called again for a message if an interrupt came before it was over.
         """
         try:
+            if message.kind == PLAIN_ANSWER:
+                return self.answers.dispatch_plain(message)
+            if message.kind in (PLAIN_CALL, TENSOR_CALL):
+                return QUEUED, partial(self.executor.execute, message, None)
+            if message.kind == TENSOR_ANSWER:
+                return self.answers.dispatch(message, None)
             if message.kind > FAILURE or (message.lost is not None and not len(message.text)):
                 return self._dispatch_other(message)
             header: IncomingHeader | None = None
@@ -277,16 +324,14 @@ class Agent:
             if HEADER_LENGTH.unpack_from(message.text)[0]:  # type: ignore[arg-type]
                 header = self._enter_header(message, is_call=is_call)
             if not is_call:
-                call = self.pending.get(message.tag)
-                kind = ONCE if call is not None and call.has_callbacks else REPEATABLE
-                return kind, partial(self._finish_call, message, header, _Answer())
+                return self.answers.dispatch(message, header)
             job = partial(self.executor.execute, message, header)
             if header is not None and header.defer(partial(self.pool.submit, job)):
-                return REPEATABLE, _nothing
+                return REPEATABLE, None
             return QUEUED, job
         except Exception as error:
             self.liveness.give_up(message.source, error)
-            return REPEATABLE, _nothing
+            return REPEATABLE, None
 
     def _enter_header(self, message: Message, *, is_call: bool) -> IncomingHeader:
         """Enter the header of a message, and return it. After an interrupt, the next call goes on with it."""
@@ -301,7 +346,7 @@ class Agent:
             header.scope = self.scope.enter(header.mark, message.source, is_call=is_call)
         return header
 
-    def _dispatch_other(self, message: Message) -> tuple[int, Job]:
+    def _dispatch_other(self, message: Message) -> tuple[int, Job | None]:
         """Return a job for a message that belongs to no call, or for which there was no memory."""
         if message.kind == SCOPE:
             return ONCE, partial(self._read_scope_message, message)
@@ -310,10 +355,10 @@ class Agent:
         if message.kind == TERMINATION:
             values = self.termination.setdefault(message.tag, {})
             values[message.source] = pickle.loads(bytes(message.text))
-            return REPEATABLE, _nothing
+            return REPEATABLE, None
         if message.kind == CALL:
             return QUEUED, partial(self.executor.execute, message, None)
-        return REPEATABLE, partial(self._finish_call, message, None, _Answer())
+        return self.answers.dispatch(message, None)
 
     def read(self, message: Message, header: IncomingHeader, opened: OpenedBuffers | None = None) -> Any:
         """Return the content of a message that has a header, and give the tensors within to the scope.
@@ -330,70 +375,68 @@ class Agent:
         try:
             value = decode(message, header, self.router.borrow, opened)
         except Exception:
-            self._read_scope(message, header)
+            self.read_scope(message, header)
             raise
-        self._read_scope(message, header)
+        self.read_scope(message, header)
         return value
 
-    def _read_scope(self, message: Message, header: IncomingHeader) -> None:
+    def read_scope(self, message: Message, header: IncomingHeader) -> None:
+        """Give the tensors in a message that has a header to the scope."""
         if header.mark is not None:
             self.scope.read(header.scope, header.mark, header.attached, message.source)
 
-    def _finish_call(self, message: Message, header: IncomingHeader | None, answer: _Answer) -> None:
-        """Complete the call that a message answers. May be called again after an interrupt."""
-        call = self.pending.get(message.tag)
-        # As is_settled_by(), whose call would cost as much as the rest.
-        if call is None or call.__dict__.setdefault("settler", answer) is not answer:  # it took too long
-            if header is not None and not answer.finished:
-                self._read_scope(message, header)
-            return
-        if answer.result is None:
-            value, error = None, None
-            opened = answer.opened
-            if opened is None:
-                opened = answer.opened = {}
-            try:
-                if header is None:
-                    value = decode(message, None, self.router.borrow, opened)
-                else:
-                    value = self.read(message, header, opened)
-                if message.kind == FAILURE:
-                    error = remote_errors.rebuild(*value)
-            except Exception as unreadable:
-                error = remote_errors.unreadable_result(unreadable, call, self)
-            answer.result = value, error
-            self.finish(call, value, error)
-        elif not call.finished or not call.done():
-            self.finish(call, *answer.result)
-        answer.finished = True
-        answer.result = answer.opened = None
-        self.pending.pop(message.tag, None)
-
-    def finish(self, call: PendingCall, value: Any, error: BaseException | None) -> None:
-        """Complete a call with its result."""
-        call.keep = None
-        call.finished = True  # before callbacks of the future ask it
-        if error is None:
-            _set_result(call, value)
-        else:
-            call.set_exception(error)
-        if call.latch is not None or call.leading:
-            self.pool.wake(call)
-
-    def fail(self, call_id: int, error: Exception) -> None:
-        """End a call, if it is pending, with an error."""
-        call = self.pending.get(call_id)
-        if call is not None and call.is_settled_by(error):
-            self.finish(call, None, error)
-            self.pending.pop(call_id, None)
-
     def _read_scope_message(self, message: Message) -> None:
         try:
-            note = decode(message, None, self.router.borrow)
+            note = self.scope.checked(decode(message, None, self.router.borrow))
         except Exception as error:
             self.liveness.give_up(message.source, error)
             return
         self.scope.receive(message.source, note)
+
+    # -- calls that take too long, and workers that are gone
+
+    def check(self) -> None:
+        """Fail calls that have taken too long or whose worker is gone; a thread does it 20 times a second.
+
+        Other threads add and remove calls meanwhile. Copying a dictionary is one step; making a tuple of its
+        items is many, and the garbage collector may run between them.
+        """
+        if self.closed:
+            return
+        if self.router.has_ended():
+            self.close()  # a rank that is a thread has ended without shutdown()
+            return
+        now = self.clock.elapsed()
+        if any(call.is_late(now) for call in self.pending.copy().values()):
+            self.pool.drain()  # the answer may be here, but no thread has had the time to read it
+        for call_id, call in self.pending.copy().items():
+            if call.is_late(now):
+                self.answers.fail(call_id, self._too_late(call, now))
+        for call_id, wait in self.waits.copy().items():
+            if wait.is_late(now) and self.waits.pop(call_id, None) is not None:
+                wait.complete(None, self._too_late(wait, now))
+        self.rrefs.clear_dropped()
+        self._note_gone()
+        for check in tuple(self.checks):
+            check()
+        for call_id, call in self.pending.copy().items():
+            if call.peer in self.liveness.gone:
+                self.answers.fail(call_id, self.liveness.failure_of_call(call))
+
+    def _too_late(self, call: PendingCall, now: float) -> RpcTimeoutError:
+        return remote_errors.too_late(call, now - call.began, self.workers[call.peer], self.info, self.pool)
+
+    def _note_gone(self) -> None:
+        """Note workers as gone, once all that they had sent, answers included, has been received."""
+        lost = self.liveness.newly_lost()
+        if lost and self.pool.drain():
+            self.liveness.gone.update(lost)
+            members = self.router.members
+            for rank, how in lost.items():
+                if members is not None:
+                    self.pool.submit(partial(members.remove_lost, rank, how))
+                self.pool.submit(partial(self.rrefs.remove_lost, rank))
+                self.pool.submit(partial(self.scope.remove_lost, rank))
 
     # -- the end
 
@@ -402,30 +445,36 @@ class Agent:
         if self.closed:
             return
         self.closed = True
+        self.executor.executed.write()
         self.router.leave()
         self.pool.close()
-        ended = RpcError(f"worker {self.info.name!r} has shut down before the answer came")
-        for call_id in tuple(self.pending):
-            self.fail(call_id, ended)
+        ended = f"worker {self.info.name!r} {self.end_reason} before the answer came"
+        for call_id in tuple(self.pending):  # an error each: it comes to refer to frames where it is raised
+            self.answers.fail(call_id, RpcError(ended))
         for call_id in tuple(self.waits):
-            self.finish(self.waits.pop(call_id), None, ended)
+            self.waits.pop(call_id).complete(None, RpcError(ended))
         self.rrefs.close()
         self.scope.close()
 
 
-class _Answer:
-    """The progress with an answer, for the next attempt if an interrupt stops this one.
+class _OutgoingCall:
+    """What a call that is being made has taken, in case it cannot be sent.
 
     Attributes:
-        result: the value and the error of the call.
-        opened: see :meth:`SharedBufferPool.open`.
-        finished: the call is done.
+        kind: of its message.
+        header: of its message, if that has one.
+        taken: the shared buffers that a message without a header takes.
     """
 
-    result: tuple[Any, BaseException | None] | None = None
-    opened: OpenedBuffers | None = None
-    finished = False
+    kind = PLAIN_CALL
+    header: OutgoingHeader | None = None
+    taken: Collection[int] = ()
 
 
-def _nothing() -> None:
-    pass
+_scope_factory: Callable[[Agent], MessageScope] | None = None
+
+
+def install_scope(factory: Callable[[Agent], MessageScope]) -> None:
+    """Give every worker of this process a scope made by ``factory``, those already running included."""
+    global _scope_factory
+    _scope_factory = factory

@@ -59,21 +59,24 @@ def rpc_async(
     Tensors in the arguments must not be changed before the future is done. Arguments and errors as for
     :func:`rpc_sync`; what goes wrong later is raised by the future's ``wait()``.
     """
-    return _call("async", to, func, args, kwargs, timeout)
+    future: Future[Any] = _call("async", to, func, args, kwargs, timeout)
+    return future
 
 
-def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | timedelta) -> Future[Any]:
+def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | timedelta) -> Any:
     agent = current_agent()
     if not callable(func) or type(args) is not tuple or kwargs is not None:
         args = _checked(func, args, kwargs, f"rpc_{mode}")
-    info = agent.by_name.get(to) if type(to) is str else None
-    rank = agent.find(to).id if info is None else info.id
+    number = agent.workers.numbers.get(to) if type(to) is str else None
+    if number is None:
+        number = agent.number_of(to)
     timeout_s = UNSET_RPC_TIMEOUT if timeout is UNSET_RPC_TIMEOUT else call_timeout(timeout, f"rpc_{mode}")
     scope = None if thread_state.scope is None else calling_scope()
     if profiler_is_on():
-        call = partial(agent.call, rank, func, args, kwargs, timeout=timeout_s, scope=scope)
-        return recorded(mode, func, agent, rank, call)
-    return agent.call(rank, func, args, kwargs, timeout=timeout_s, scope=scope)
+        call = partial(agent.call, number, func, args, kwargs, timeout=timeout_s, scope=scope)
+        return recorded(mode, func, agent.info, agent.workers[number], call)
+    waits = mode == "sync"
+    return agent.call(number, func, args, kwargs, timeout=timeout_s, scope=scope, waits=waits)
 
 
 def remote(
@@ -89,10 +92,10 @@ def remote(
     """
     agent = current_agent()
     arguments = _checked(func, args, kwargs, "remote")
-    rank = agent.find(to).id
-    rref = remote_call(agent, rank, func, arguments, kwargs, call_timeout(timeout, "remote"))
+    number = agent.number_of(to)
+    rref = remote_call(agent, number, func, arguments, kwargs, call_timeout(timeout, "remote"))
     if profiler_is_on():
-        recorded("remote", func, agent, rank, rref._get_future)
+        recorded("remote", func, agent.info, agent.workers[number], rref._get_future)
     return rref
 
 
@@ -105,6 +108,11 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """
     agent = current_agent()
     return agent.info if worker_name is None else agent.find(worker_name)
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Return all workers, this one included; where workers join and leave, those that are there now."""
+    return current_agent().current_workers()
 
 
 def get_rpc_timeout() -> float:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import RpcError
+from torchestra.rpc.agent import Agent
 
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-TAKES_AGENT = "_torchestra_takes_agent"
-
-_agents: weakref.WeakKeyDictionary[ThreadRank, Agent] = weakref.WeakKeyDictionary()
 _agent_of_process: Agent | None = None
 
 
 def agent_or_none() -> Agent | None:
     """Return the worker of the calling thread, if it has one."""
     rank = current_thread_rank()
-    return _agent_of_process if rank is None else _agents.get(rank)
+    agent: Agent | None = _agent_of_process if rank is None else rank.worker
+    return agent
 
 
 def current_agent() -> Agent:
@@ -32,7 +23,7 @@ def current_agent() -> Agent:
         RpcError: there is none.
     """
     rank = current_thread_rank()
-    agent = _agent_of_process if rank is None else _agents.get(rank)
+    agent: Agent | None = _agent_of_process if rank is None else rank.worker
     if agent is None:
         raise RpcError("RPC has not been initialized. Call torchestra.rpc.init_rpc first.")
     return agent
@@ -44,16 +35,5 @@ def set_agent(agent: Agent | None) -> None:
     rank = current_thread_rank()
     if rank is None:
         _agent_of_process = agent
-    elif agent is None:
-        _agents.pop(rank, None)
     else:
-        _agents[rank] = agent
-
-
-def takes_agent(function: _F) -> _F:
-    """Mark a function of the package: the agent that executes a call of it passes itself first.
-
-    So functions that workers call on each other need no global to find the worker.
-    """
-    setattr(function, TAKES_AGENT, True)
-    return function
+        rank.worker = agent  # and not in a table: the worker's threads refer to the rank

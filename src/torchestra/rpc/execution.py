@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
+from torchestra.engine import layout as at
 from torchestra.errors import RpcError
-from torchestra.rpc import remote_errors
+from torchestra.rpc import plain, remote_errors, rref_context
 from torchestra.rpc.call_scope import CallScope
-from torchestra.rpc.current import TAKES_AGENT
+from torchestra.rpc.calls import PendingCall
+from torchestra.rpc.executed_calls import CallCounts
 from torchestra.rpc.functions import MARK
 from torchestra.rpc.headers import IncomingHeader, OutgoingHeader
-from torchestra.rpc.messages import ANSWER, FAILURE, decode, encode, encode_plain_value
+from torchestra.rpc.messages import (
+    ANSWER,
+    FAILURE,
+    PLAIN_ANSWER,
+    PLAIN_CALL,
+    TENSOR_ANSWER,
+    TENSOR_CALL,
+    Encoded,
+    decode,
+    encode,
+)
+from torchestra.rpc.package_functions import TAKES_AGENT
+from torchestra.rpc.router import Endpoint, Router
 from torchestra.rpc.rref_state import OwnerRRef
+from torchestra.rpc.shared_buffers import SharedBufferPool
 from torchestra.rpc.thread_state import thread_state
+from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.transport.message import Message
 
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
+_now = time.perf_counter_ns
+_USES = 2  # of a storage that one tensor has, and what Python calls the storage
+
+
+class Worker(rref_context.Worker, Protocol):
+    """What the execution of calls asks of its worker, an :class:`~torchestra.rpc.agent.Agent`."""
+
+    info: WorkerInfo
+    router: Router
+    endpoint: Endpoint | None
+    checks: set[Callable[[], None]]
+    pending: dict[int, PendingCall]
+
+    def read(self, message: Message, header: IncomingHeader) -> Any:
+        """Return the content of a message that has a header."""
+
+    def send(self, to: int, kind: int, call_id: int, encoded: Encoded) -> None:
+        """Send a message to a worker, which may be this one."""
 
 
 class CallExecutor:
-    """Executes the calls that come to a worker, on threads of its pool."""
+    """Executes the calls that come to a worker, on threads of its pool.
 
-    def __init__(self, agent: Agent) -> None:
+    Attributes:
+        executed: what it has executed.
+    """
+
+    def __init__(self, agent: Worker) -> None:
         self._agent = agent
+        self.executed = CallCounts(agent.router.context)
+        agent.checks.add(self.executed.write)
+        agent.checks.add(partial(_write_present, agent))
 
     def execute(self, message: Message, header: IncomingHeader | None) -> None:
         """Execute a call and answer it."""
@@ -36,17 +77,24 @@ class CallExecutor:
         thread_state.scope = scope
         try:
             try:
-                content = (
-                    decode(message, None, agent.router.borrow)
-                    if header is None
-                    else agent.read(message, header)
-                )
-                function, args, kwargs = content
+                kwargs: Any = None
+                if message.kind == PLAIN_CALL:
+                    function, args = plain.decode_call(message)
+                elif message.kind == TENSOR_CALL:
+                    router = agent.router
+                    rank = router.local_rank_of.get(source, -1)
+                    function, args = plain.decode_tensor_call(message, router.shared_buffers, rank)
+                elif header is None:
+                    function, args, kwargs = decode(message, None, agent.router.borrow)
+                else:
+                    function, args, kwargs = agent.read(message, header)
             except Exception as error:
-                raise remote_errors.unreadable_call(error, source, agent) from error
+                raise remote_errors.unreadable_call(error, agent.workers[source], agent.info) from error
             if getattr(function, TAKES_AGENT, None) is True:
                 args = (agent, *args)
+            began = _now()
             result = function(*args, **kwargs) if kwargs else function(*args)
+            self.executed.note(source, function, _now() - began)
             if hasattr(function, MARK):
                 if not isinstance(result, torch._C.Future):
                     raise RpcError(
@@ -60,7 +108,9 @@ class CallExecutor:
             return
         finally:
             thread_state.scope = None
-        self._answer(source, call_id, owned, scope, result)
+        outcome = [result]
+        del args, kwargs, result  # so that :meth:`_answer` can tell whether somebody else has the result
+        self._answer(source, call_id, owned, scope, outcome)
 
     def _answer_later(
         self, source: int, call_id: int, owned: OwnerRRef | None, scope: CallScope | None, future: Future[Any]
@@ -70,35 +120,75 @@ class CallExecutor:
         except BaseException as error:
             self._answer_failure(source, call_id, owned, error)
             return
-        self._answer(source, call_id, owned, scope, value)
+        finally:
+            del future  # as in PendingCall.wait
+        self._answer(source, call_id, owned, scope, [value])
 
     def _answer(
-        self, source: int, call_id: int, owned: OwnerRRef | None, scope: CallScope | None, result: Any
+        self, source: int, call_id: int, owned: OwnerRRef | None, scope: CallScope | None, outcome: list[Any]
     ) -> None:
-        agent = self._agent
+        agent, result = self._agent, outcome.pop()
         if owned is not None:
             owned.set(result)
             result = None
-        encoded = encode_plain_value(result)
+        encoded, kind = plain.encode_value(result), PLAIN_ANSWER
         if encoded is None:
-            recorder = None if scope is None else scope.outgoing(source, result, is_call=False)
-            header = OutgoingHeader(agent.rrefs, source, None, recorder, agent.router.buffers_to(source))
+            buffers, header = agent.router.buffers_to(source), None
+            taken: dict[int, None] = {}
             try:
-                encoded = header.encode(result)
+                if scope is None and plain.is_ordinary(result):
+                    kind = TENSOR_ANSWER
+                    if not result.requires_grad and buffers is not None:
+                        result = result.detach()  # this function's own, whoever else has the result
+                        encoded = self._encode_returned(source, result, buffers)
+                    if encoded is None:
+                        encoded = plain.encode_tensor(result, buffers, taken)
+                if encoded is None:
+                    kind = ANSWER
+                    header = OutgoingHeader(agent.rrefs, source, buffers, scope, result, is_call=False)
+                    encoded = header.encode(result)
             except BaseException as error:
-                header.withdraw()
+                if header is not None:
+                    header.withdraw()
+                if buffers is not None:
+                    buffers.withdraw(taken)
                 self._answer_failure(source, call_id, None, error)
                 return
-        if source == agent.rank or agent.endpoint is None:
-            agent.send(source, ANSWER, call_id, encoded)
+        result = header = None  # before the answer comes: then the caller finds free the buffers that it lent
+        if source == agent.number or agent.endpoint is None:
+            agent.send(source, kind, call_id, encoded)
         else:
-            agent.endpoint.send(source, ANSWER, call_id, encoded.parts, encoded)
+            agent.endpoint.send(source, kind, call_id, encoded.parts, encoded)
+
+    def _encode_returned(
+        self, source: int, result: torch.Tensor, buffers: SharedBufferPool
+    ) -> Encoded | None:
+        """Return an answer that is not copied, for a tensor in a buffer of the caller that nobody else has.
+
+        None for other tensors. Only the caller of this function has this one, and shall not use it any more.
+        """
+        if not buffers.is_from(self._agent.router.local_rank_of[source], result.data_ptr()):
+            return None
+        storage = result.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _USES:
+            return None
+        return plain.encode_returned(result, buffers.return_buffer(storage))
 
     def _answer_failure(
         self, source: int, call_id: int, owned: OwnerRRef | None, error: BaseException
     ) -> None:
         agent = self._agent
-        described = remote_errors.describe(error, agent)
+        described = remote_errors.describe(error, agent.info)
         if owned is not None:
             owned.fail(error)
         agent.send(source, FAILURE, call_id, encode(described))
+
+
+def _write_present(agent: Worker) -> None:
+    """Write into the worker's flight record how many calls it waits for, and how many references it has."""
+    context = agent.router.context
+    record = context.arena.record(context.rank)
+    owned, used = agent.rrefs.alive()
+    context.arena.store_word(record + at.CALLS_IN_FLIGHT, len(agent.pending))
+    context.arena.store_word(record + at.REFERENCES_OWNED, owned)
+    context.arena.store_word(record + at.REFERENCES_USED, used)

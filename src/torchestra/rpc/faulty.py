@@ -20,9 +20,12 @@ from torchestra.errors import CallLostError, InvalidArgumentError
 from torchestra.rpc import rref_context
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.calls import name_of
-from torchestra.rpc.messages import CALL, Encoded
+from torchestra.rpc.headers import Reference
+from torchestra.rpc.messages import CALL, PLAIN_CALL, TENSOR_CALL, Encoded
 from torchestra.rpc.options import RpcBackendOptions
 from torchestra.rpc.router import Endpoint, Parts, Router
+from torchestra.rpc.workers import Workers
+from torchestra.system.kept_errors import fail_future
 
 _REPEATED = {
     rref_context._list: "RREF_FORK_REQUEST",
@@ -82,16 +85,18 @@ class FaultyRpcBackendOptions(RpcBackendOptions):
                 f" {num_fail_sends} and {self.messages_to_delay}"
             )
 
-    def _make_agent(self, agent_class: type[Agent], router: Router, names: list[str]) -> Agent:
-        return FaultyAgent(self, router, names)
+    @property
+    def _agent_class(self) -> type[FaultyAgent]:
+        return FaultyAgent
 
 
 class FaultyAgent(Agent):
     """A worker whose messages to others and to itself are lost or late, as its options say."""
 
-    def __init__(self, options: FaultyRpcBackendOptions, router: Router, names: list[str]) -> None:
-        limits = options.num_worker_threads, options.max_worker_threads
-        super().__init__(router, names, options.rpc_timeout, *limits)
+    def __init__(
+        self, router: Router, workers: Workers, options: FaultyRpcBackendOptions, rref_class: type[Reference]
+    ) -> None:
+        super().__init__(router, workers, options, rref_class)
         self._lost_kinds = frozenset(options.messages_to_fail if options.num_fail_sends else ())
         self._late = options.messages_to_delay
         self._repeats = options.num_fail_sends
@@ -100,7 +105,7 @@ class FaultyAgent(Agent):
         if self.endpoint is not None:
             self.endpoint = _LateEndpoint(self.endpoint, self)
 
-    def call(self, to: int, function: Any, *args: Any, **options: Any) -> Future[Any]:
+    def call(self, to: int, function: Any, *args: Any, **options: Any) -> Any:
         """Do as :meth:`Agent.call`, unless the call is lost or sent later."""
         kinds = _kinds(function, remote=options.get("creates") is not None)
         delay = next((self._late[kind] for kind in kinds if kind in self._late), 0.0)
@@ -116,11 +121,12 @@ class FaultyAgent(Agent):
 
     def _lost_call(self, to: int, function: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_exception(
+        fail_future(
+            future,
             CallLostError(
                 f"the call of {name_of(function)} on worker {self.workers[to].name!r} was lost on purpose"
                 " (messages_to_fail), so no answer comes"
-            )
+            ),
         )
         return future
 
@@ -129,7 +135,8 @@ class FaultyAgent(Agent):
 
     def send_late(self, kind: int, send: Callable[[], None]) -> None:
         """Send a message now, or a call later, if the thread is to delay it."""
-        delay = getattr(self._of_thread, "delay", 0.0) if kind == CALL else 0.0
+        is_call = kind in (CALL, PLAIN_CALL, TENSOR_CALL)
+        delay = getattr(self._of_thread, "delay", 0.0) if is_call else 0.0
         if not delay:
             send()
             return

@@ -19,7 +19,8 @@ from torch.futures import Future
 from torchestra.errors import RpcError
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
-from torchestra.rpc.current import current_agent, takes_agent
+from torchestra.rpc.current import current_agent
+from torchestra.rpc.package_functions import takes_agent
 
 _Key = tuple[tuple[str, ...], int]
 """The names of the workers that take part, and how many times they have gathered before."""
@@ -88,7 +89,7 @@ def all_gather(
     """
     agent = current_agent()
     gatherings = _gatherings(agent)
-    names = tuple(sorted(set(workers) if workers else agent.by_name))
+    names = tuple(sorted(set(workers) if workers else agent.workers.numbers))
     key, own_name, leader = gatherings.next_key(names), agent.info.name, names[0]
     wait_timeout = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
     gathering = gatherings.of(key)
@@ -96,7 +97,7 @@ def all_gather(
         if own_name == leader:
             gatherings.add(key, own_name, value)
         else:
-            agent.call(agent.find(leader).id, _add, (key, own_name, value), timeout=timeout).wait()
+            agent.call(agent.number_of(leader), _add, (key, own_name, value), timeout=timeout).wait()
         values: dict[str, Any] = agent.await_future(gathering.all, wait_timeout, "all_gather of RPC workers")
         if own_name == leader:
             _send_all(agent, key, values, timeout)
@@ -108,7 +109,7 @@ def all_gather(
 def _send_all(agent: Agent, key: _Key, values: dict[str, Any], timeout: float) -> None:
     """Send the values to the others, at the leader."""
     futures = {
-        name: agent.call(agent.find(name).id, _conclude, (key, values), timeout=timeout)
+        name: agent.call(agent.number_of(name), _conclude, (key, values), timeout=timeout)
         for name in key[0][1:]
     }
     errors: dict[str, Exception] = {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torchestra.rpc.call_scope import CallScope, TensorRecorder
+from torchestra.rpc.call_scope import CallScope
 from torchestra.rpc.messages import Encoded, encode, registered_reducers
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef
 from torchestra.rpc.shared_buffers import SharedBufferPool
@@ -33,6 +33,13 @@ class Reference(Protocol):
 
     _state: OwnerRRef | UserRRef
 
+    @classmethod
+    def _of(cls, agent: Any, state: OwnerRRef | UserRRef | None) -> Reference:
+        """Return a reference of a worker; one without a state is given it before anybody else sees it."""
+
+    def _check_not_deleted(self, doing: str) -> None:
+        """Refuse a reference that was deleted when its worker shut down."""
+
 
 class Forks(Protocol):
     """Makes the forks of references in messages: an RRefContext."""
@@ -52,18 +59,26 @@ class OutgoingHeader:
     """The header of a message that is being pickled: (creation, references within, mark of the scope).
 
     Args:
+        rrefs: makes the forks of references in the message.
         to: the worker that it is for.
         buffers: the buffers that share large memory with that worker, if any.
+        scope: the scope that the message belongs to, if any.
+        content: what the scope is told of the message.
+        creation: see :data:`Creation`; a call's.
+        is_call: whether it is a call, or an answer.
+
+    Attributes:
+        recorder: of the scope.
     """
 
     __slots__ = (
         "_buffers",
         "_creation",
         "_forks",
-        "_recorder",
         "_rrefs",
         "_taken",
         "_to",
+        "recorder",
         "reducers",
         "takes",
     )
@@ -72,17 +87,20 @@ class OutgoingHeader:
         self,
         rrefs: Forks,
         to: int,
-        creation: Creation | None,
-        recorder: TensorRecorder | None,
         buffers: SharedBufferPool | None,
+        scope: CallScope | None,
+        content: object,
+        creation: Creation | None = None,
+        *,
+        is_call: bool = True,
     ) -> None:
         self._buffers = buffers
         self._taken: dict[int, None] = {}
         self._rrefs = rrefs
         self._to = to
         self._creation = creation
-        self._recorder = recorder
-        self.takes = None if recorder is None else recorder.takes
+        self.recorder = None if scope is None else scope.outgoing(to, content, is_call=is_call)
+        self.takes = None if self.recorder is None else self.recorder.takes
         self._forks: list[ForkData] = []
         self.reducers: dict[type, Reducer] = {**registered_reducers(), rrefs.rref_class: self._reduce_rref}
 
@@ -92,12 +110,12 @@ class OutgoingHeader:
         Raises:
             Exception: what pickling raised; then nothing is to be sent.
         """
-        share = None if self._buffers is None else self._buffers.noting(self._taken)
+        share = None if self._buffers is None else self._buffers.sharer(self._taken)
         return encode(item, reducers=self.reducers, takes=self.takes, header=self.content, share=share)
 
     def content(self) -> tuple[Any, ...] | None:
         """Return the header's content, or None if it has none."""
-        mark = None if self._recorder is None else self._recorder.close()
+        mark = None if self.recorder is None else self.recorder.close()
         if self._forks or self._creation is not None or mark is not None:
             return (self._creation, [tuple(each) for each in self._forks], mark)
         return None

@@ -16,7 +16,7 @@ from torchestra.transport.transport import Transport
 
 ADDRESS_VARIABLE = "TORCHESTRA_RPC_ADDRESS"
 PORTS_VARIABLE = "TORCHESTRA_RPC_PORTS"
-_ADVICE = f"See {ADDRESS_VARIABLE} and {PORTS_VARIABLE} in docs/rpc.md"
+ADVICE = f"See {ADDRESS_VARIABLE} and {PORTS_VARIABLE} in docs/rpc.md"
 
 
 def connect(
@@ -52,7 +52,7 @@ def connect(
     others = {peer: f"worker {names[peer]!r} (rank {peer})" for peer in far}
     try:
         transport = Transport(
-            f"worker {names[rank]!r}", address, ports, options.heartbeat_timeout, arrived, advice=_ADVICE
+            f"worker {names[rank]!r}", address, ports, options.heartbeat_timeout, arrived, advice=ADVICE
         )
         try:
             meet(transport, PrefixStore("wire", store), secret, rank, range(len(names)), others, timeout_s)

@@ -80,7 +80,7 @@ class LeaderFollowersPool:
         name: for the names of the threads.
         endpoint: where messages come, None if there are no other workers.
         dispatch: returns what to do about a message: one of the three above, and a job for a thread that is
-            not the leader. It is called by the leader, so it must not run user code.
+            not the leader, or None. It is called by the leader, so it must not run user code.
         check: called some 20 times a second, by a thread of the pool.
         max_idle: how many threads may wait for work.
         max_threads: how many there may be.
@@ -90,7 +90,7 @@ class LeaderFollowersPool:
         self,
         name: str,
         endpoint: Endpoint | None,
-        dispatch: Callable[[Message], tuple[int, Job]],
+        dispatch: Callable[[Message], tuple[int, Job | None]],
         check: Callable[[], None],
         max_idle: int,
         max_threads: int,
@@ -111,18 +111,18 @@ class LeaderFollowersPool:
         self._draining = False  # a thread wants to lead, and no other shall
         self._step_back = False
         # Guards the attributes below; held only briefly.
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         # Threads of the pool run in it, so that functions know which rank they run for. The context of the
         # thread that has them added would not do: torch.jit, for one, waits on threads that know of no rank.
         self._context = contextvars.copy_context()
         self._threads: set[threading.Thread] = set()
-        self._busy = 0
+        self._busy: set[threading.Thread] = set()  # those that do a job; each adds and removes itself
         self._idle: list[threading.Lock] = []
         self._waiting: list[Waitable] = []
 
     def start(self) -> None:
         """Start the first thread."""
-        with self._gate:
+        with self._lock:
             self._add()
 
     @property
@@ -142,6 +142,7 @@ class LeaderFollowersPool:
                     if endpoint is not None and not self._draining and (leads := leader.take(claim)):
                         waitable.leading = True
                         if not waitable.finished and (message := endpoint.receive(eager=True)) is not None:
+                            waitable.leading = False  # or to complete it would wake this thread
                             kind, job = self._dispatch(message)
                             endpoint.in_hand = None
                 finally:
@@ -151,7 +152,8 @@ class LeaderFollowersPool:
                 if job is None:
                     if not leads:
                         self._sleep(waitable)
-                    self._leave_check()
+                    if message is None:
+                        self._leave_check()
                 elif kind != REPEATABLE:
                     jobs = self.queue if kind == QUEUED else self.left
                     jobs[job] = None
@@ -175,20 +177,20 @@ class LeaderFollowersPool:
         latch.acquire()
         waitable.latch = latch
         try:
-            with self._gate:
+            with self._lock:
                 self._waiting.append(waitable)
             if not waitable.finished and (
                 self._leader.holder is not None or self._draining or self._endpoint is None
             ):
                 latch.acquire(timeout=_CHECK_SECONDS)
         finally:
-            with self._gate:
+            with self._lock:
                 if waitable in self._waiting:  # not so if an interrupt came first
                     self._waiting.remove(waitable)
 
     def _promote(self) -> None:
         """Have a thread that waits try to become the leader."""
-        with self._gate:
+        with self._lock:
             for waitable in self._waiting:
                 if self.wake(waitable):
                     return
@@ -218,7 +220,7 @@ class LeaderFollowersPool:
 
     def _wake_idle(self) -> None:
         """Have a thread of the pool look for what there is to do."""
-        with self._gate:
+        with self._lock:
             while self._idle:
                 latch = self._idle[-1]
                 try:
@@ -236,7 +238,7 @@ class LeaderFollowersPool:
         endpoint = self._endpoint
         if endpoint is None:
             return True
-        received: list[tuple[int, Job]] = []
+        received: list[tuple[int, Job | None]] = []
         leader, claim = self._leader, object()
         try:
             if not self._become_leader(endpoint, claim):
@@ -253,6 +255,8 @@ class LeaderFollowersPool:
                 del leader.holder
         self._promote()
         for kind, job in received:
+            if job is None:
+                continue
             if kind == QUEUED:
                 self.submit(job)
             else:
@@ -295,7 +299,7 @@ class LeaderFollowersPool:
         self.closed = True
         if self._endpoint is not None:
             self._endpoint.close()
-        with self._gate:
+        with self._lock:
             threads = tuple(self._threads)
             while self._idle:
                 with contextlib.suppress(RuntimeError):  # it was woken, see _wake_idle()
@@ -304,7 +308,7 @@ class LeaderFollowersPool:
                 self.wake(waitable)
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads:
-            if thread is not threading.current_thread() and not getattr(thread, "is_working", False):
+            if thread is not threading.current_thread() and thread not in self._busy:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- threads of the pool
@@ -323,7 +327,7 @@ class LeaderFollowersPool:
         """Serve until there is no need, and then leave the pool; go on after an error, which is a bug."""
         thread = threading.current_thread()
         try:
-            with self._gate:
+            with self._lock:
                 self._threads.add(thread)
             while True:
                 try:
@@ -333,7 +337,7 @@ class LeaderFollowersPool:
                     _log.exception("thread %s goes on after an error", thread.name)
                     time.sleep(_CHECK_SECONDS)
         finally:
-            with self._gate:
+            with self._lock:
                 self._threads.discard(thread)
 
     def _serve(self, thread: threading.Thread) -> None:
@@ -360,10 +364,10 @@ class LeaderFollowersPool:
                         endpoint.in_hand = None
                 finally:
                     del self._leader.holder
-                if job is None:
+                if message is None:
                     self.check()
                     endpoint.send_leftovers()
-                elif not self._work(thread, job):
+                elif job is not None and not self._work(thread, job):
                     if kind == QUEUED:
                         self.queue[job] = None
                     else:
@@ -383,45 +387,50 @@ class LeaderFollowersPool:
 
     def _work(self, thread: threading.Thread, job: Job | None) -> bool:
         """Do a job, or the next one of the queue; return whether another thread is free, so that this may."""
-        with self._gate:
-            if self._busy + 1 >= len(self._threads):
-                if len(self._threads) >= self.max_threads:
-                    return False
-                self._add()
-            elif self._idle and self._follower.holder is None:
-                with contextlib.suppress(RuntimeError):  # it was woken, see _wake_idle()
-                    self._idle.pop().release()
-            self._busy += 1
-        thread.is_working = True  # type: ignore[attr-defined]
+        busy = self._busy
+        busy.add(thread)  # before the look at the others: of two that begin at once one sees both
         try:
+            needs_another = len(busy) >= len(self._threads) or (self._idle and self._follower.holder is None)
+            if needs_another and not self._leave_one_free(thread):
+                return False
             if job is None:
                 job = _next(self.queue)
             if job is not None:
                 job()
         finally:
-            thread.is_working = False  # type: ignore[attr-defined]
-            with self._gate:
-                self._busy -= 1
+            busy.discard(thread)
+        return True
+
+    def _leave_one_free(self, thread: threading.Thread) -> bool:
+        """Have another thread be free; return False if there cannot be one: this one is busy no longer."""
+        with self._lock:
+            if len(self._busy) >= len(self._threads):
+                if len(self._threads) >= self.max_threads:
+                    self._busy.discard(thread)
+                    return False
+                self._add()
+            elif self._idle and self._follower.holder is None:
+                with contextlib.suppress(RuntimeError):  # it was woken, see _wake_idle()
+                    self._idle.pop().release()
         return True
 
     def _idle_until_needed(self, thread: threading.Thread) -> bool:
         """Sleep until needed; return False if enough threads sleep."""
         latch = threading.Lock()
-        with self._gate:
-            if (
-                self.closed
-                or self.queue
-                or self.left
-                or not (self._follower.holder is not None or self._endpoint is None)
-            ):
+        latch.acquire()
+        with self._lock:
+            idle = len(self._idle)
+            self._idle.append(latch)  # before the look: a follower that goes to work looks after it has gone
+            is_needed = self.closed or self.queue or self.left
+            if is_needed or not (self._follower.holder is not None or self._endpoint is None):
+                self._idle.remove(latch)
                 return True
-            if len(self._idle) >= self.max_idle:
+            if idle >= self.max_idle:
+                self._idle.remove(latch)
                 self._threads.discard(thread)  # in the same step, so that not all of them go
                 return False
-            latch.acquire()
-            self._idle.append(latch)
         latch.acquire(timeout=-1 if self._endpoint is not None else _CHECK_SECONDS)
-        with self._gate:
+        with self._lock:
             if latch in self._idle:
                 self._idle.remove(latch)
         return True

@@ -4,6 +4,8 @@
 
 Header and data are one part of the message; the large memory of tensors travels as further parts, or lies in
 memory that both workers share (shared_buffers.py).
+
+Plain messages are different (plain.py).
 """
 
 from __future__ import annotations
@@ -12,24 +14,21 @@ import ctypes
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchestra.rpc.shared_buffers import OpenedBuffers
-from torchestra.tensors.serialization import Reducer, deserialize, serialize
+from torchestra.tensors.serialization import Reducer, deserialize, serialize, shared_offsets
 from torchestra.transport.message import Message
 
 CALL, ANSWER, FAILURE, TERMINATION, SCOPE = range(1, 6)
-"""The kinds of messages, see agent.py."""
+PLAIN_CALL, PLAIN_ANSWER, TENSOR_CALL, TENSOR_ANSWER = range(6, 10)
+"""The kinds of messages, see agent.py; the latter four see plain.py."""
 
 HEADER_LENGTH = struct.Struct("=i")
 Borrow: TypeAlias = Callable[[int, int, int, OpenedBuffers], torch.UntypedStorage]
-_LENGTHS = struct.Struct("=ii")  # of the header, and the count of storages with which the data begins
-_PLAIN_START = _LENGTHS.pack(0, 0)
-_PLAIN_TYPES = frozenset((bool, bytes, float, int, str, type(None)))
-_BYTES_AT = bytes.__basicsize__ - 1  # where in a bytes object its bytes begin; they end with a zero
+BYTES_AT = bytes.__basicsize__ - 1  # where in a bytes object its bytes begin; they end with a zero
 
 
 class Encoded(NamedTuple):
@@ -48,7 +47,7 @@ class Encoded(NamedTuple):
 
 def address_of(text: bytes) -> int:
     """Return where the bytes of a bytes object lie (in CPython, which torch needs as well)."""
-    return id(text) + _BYTES_AT
+    return id(text) + BYTES_AT
 
 
 def encode(
@@ -75,24 +74,7 @@ def encode(
     text = b"".join((HEADER_LENGTH.pack(len(head)), head, *pieces))
     parts = [(address_of(text), len(text))]
     parts += [(storage.data_ptr() + first, length) for storage, first, length in outside]
-    return Encoded(parts, text, serialized.storages)
-
-
-def encode_plain_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Encoded | None:
-    """Do as :func:`encode`, several times as fast, for a call of a function with numbers and texts only."""
-    if kwargs or type(function) is not FunctionType or not _PLAIN_TYPES.issuperset(map(type, args)):
-        return None
-    text = _PLAIN_START + pickle.dumps((function, args, kwargs), 5)
-    # As Encoded(...), which calls a function of Python.
-    return tuple.__new__(Encoded, ([(id(text) + _BYTES_AT, len(text))], text, None))
-
-
-def encode_plain_value(value: object) -> Encoded | None:
-    """Do as :func:`encode`, several times as fast, for None, a number or a text."""
-    if type(value) not in _PLAIN_TYPES:
-        return None
-    text = _PLAIN_START + pickle.dumps(value, 5)
-    return tuple.__new__(Encoded, ([(id(text) + _BYTES_AT, len(text))], text, None))
+    return Encoded(parts, text, outside)
 
 
 def header_of(message: Message) -> Any:
@@ -121,12 +103,18 @@ def decode(
     if message.lost is not None:
         raise message.lost
     data = memoryview(message.text)  # type: ignore[arg-type]
-    length, count = _LENGTHS.unpack_from(data)
-    if length == count == 0:
-        return pickle.loads(data[_LENGTHS.size :])
+    (length,) = HEADER_LENGTH.unpack_from(data)
     memo: OpenedBuffers = {} if opened is None else opened
     own = None if borrow is None else lambda offset, size: borrow(message.source, offset, size, memo)
     return deserialize(data[HEADER_LENGTH.size + length :], message.storages, context, own)
+
+
+def open_shared(message: Message, borrow: Borrow, opened: OpenedBuffers) -> None:
+    """Open the shared buffers of a message that is not decoded, so that they are released with ``opened``."""
+    data = memoryview(message.text)  # type: ignore[arg-type]
+    (length,) = HEADER_LENGTH.unpack_from(data)
+    for offset, size in shared_offsets(data[HEADER_LENGTH.size + length :]):
+        borrow(message.source, offset, size, opened)
 
 
 def to_self(rank: int, kind: int, tag: int, encoded: Encoded) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError
@@ -18,10 +18,6 @@ from torchestra.rpc.constants import (
     UNSET_RPC_TIMEOUT,
 )
 from torchestra.types import timeout_seconds
-
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
-    from torchestra.rpc.router import Router
 
 
 class BackendType(enum.Enum):
@@ -105,9 +101,10 @@ class RpcBackendOptions:
     def rpc_timeout(self, seconds: float | timedelta) -> None:
         self._rpc_timeout = timeout_seconds(seconds, "RpcBackendOptions", "rpc_timeout")
 
-    def _make_agent(self, agent_class: type[Agent], router: Router, names: list[str]) -> Agent:
-        """Return this worker, one of those with these names, for ``init_rpc``."""
-        return agent_class(router, names, self.rpc_timeout, self.num_worker_threads, self.max_worker_threads)
+    @property
+    def _agent_class(self) -> Any:
+        """Return the class of the worker that ``init_rpc`` makes; None for Agent."""
+        return None
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Refuse every map, except one that names the CPU only.

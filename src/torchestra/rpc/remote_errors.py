@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
+import torch
+
+from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import PendingCall, name_of
-
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
+from torchestra.rpc.leader_followers import LeaderFollowersPool
+from torchestra.rpc.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 
 
-def describe(error: BaseException, agent: Agent) -> tuple[bytes | None, str]:
-    """Serialize an exception: class and attributes where they can be pickled, and a text.
+def describe(error: BaseException, here: WorkerInfo) -> tuple[bytes | None, str]:
+    """Serialize an exception of worker ``here``: class and attributes where they can be pickled, and a text.
 
     The text is written to this worker's log too: its operator may not be the caller.
     """
-    worker = f"worker {agent.info.name!r} (rank {agent.rank})"
+    worker = f"worker {here.name!r} (rank {here.id})"
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     text = f"On {worker}:\n{_say(error)}\n{lines}"
     _log.warning("a function called by another worker failed. %s", text)
@@ -66,58 +67,59 @@ def _made(cls: Any, text: str) -> BaseException:
     """Return an exception of that class with that text.
 
     One that cannot be made from a text alone is made without its ``__init__``, which might have done
-    more than keep its arguments. So it is a RemoteError as well.
+    more than keep its arguments. So it is a RemoteError as well. TorchScript's errors are too: callers expect
+    a RuntimeError of torch.distributed.rpc there.
     """
     try:
-        error: BaseException = cls(text)
+        made = _as_remote_error(cls) if cls is torch.jit.Error else cls
+        error: BaseException = made(text)
     except Exception:
         text = f"Original exception on remote side was: {text}"
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _ORIGINAL: cls}
-        both: Any = type(cls.__name__, (cls, RemoteError), names)
+        both = _as_remote_error(cls)
         error = both.__new__(both, text)
     error.args = (text,)
     return error
 
 
-def unreadable_call(error: Exception, source: int, agent: Agent) -> Exception:
-    """Return the error of a call that worker ``agent`` cannot read."""
+def _as_remote_error(cls: Any) -> Any:
+    """Return a class of exceptions that are of this class and RemoteErrors."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _ORIGINAL: cls}
+    return type(cls.__name__, (cls, RemoteError), names)
+
+
+def unreadable_call(error: Exception, caller: WorkerInfo, here: WorkerInfo) -> Exception:
+    """Return the error of a call that worker ``here`` cannot read."""
     message = (
-        f"a call from worker {agent.workers[source].name!r} cannot be unpickled on worker"
-        f" {agent.info.name!r}: {type(error).__name__}: {error}. RPC pickler does not serialize code,"
+        f"a call from worker {caller.name!r} cannot be unpickled on worker"
+        f" {here.name!r}: {type(error).__name__}: {error}. RPC pickler does not serialize code,"
         " functions and classes are sent by name: they must be importable, by the same name, on both workers"
     )
     return RemoteNameError(message) if isinstance(error, AttributeError) else RpcError(message)
 
 
-def unreadable_result(error: Exception, call: PendingCall, agent: Agent) -> RpcError:
-    """Return the error of a call that worker ``agent`` has made, and whose result it cannot read."""
+def unreadable_result(error: Exception, call: PendingCall, called: WorkerInfo, here: WorkerInfo) -> RpcError:
+    """Return the error of a call that worker ``here`` has made, and whose result it cannot read."""
     unreadable = RpcError(
-        f"the result of {name_of(call.function)}, called on worker {agent.workers[call.peer].name!r},"
-        f" cannot be unpickled on worker {agent.info.name!r}: {type(error).__name__}: {error}"
+        f"the result of {name_of(call.function)}, called on worker {called.name!r},"
+        f" cannot be unpickled on worker {here.name!r}: {type(error).__name__}: {error}"
     )
     unreadable.__cause__ = error
     return unreadable
 
 
-def too_late(call: PendingCall, now: float, agent: Agent) -> RpcTimeoutError:
-    """Return the error of a call that worker ``agent`` has made, and that took too long."""
-    pool, waiting = agent.pool, len(agent.pool.queue)
+def too_late(
+    call: PendingCall, seconds: float, called: WorkerInfo, here: WorkerInfo, pool: LeaderFollowersPool
+) -> RpcTimeoutError:
+    """Return the error of a call that worker ``here`` has made, and that took too long."""
+    waiting = len(pool.queue)
     at_limit = (
         f" This worker itself has reached its limit of {pool.max_threads} threads, and {waiting} calls"
         " wait for one."
-        if waiting
+        if waiting and pool.threads >= pool.max_threads
         else ""
     )
     return RpcTimeoutError(
         f"RPC ran for more than set timeout ({call.timeout_s:g} s) and will now be"
         f" marked with an error: {name_of(call.function)}, called on worker"
-        f" {agent.workers[call.peer].name!r} by worker {agent.info.name!r}, had not answered after"
-        f" {now - call.began:.3f} s.{at_limit}"
-    )
-
-
-def gone(call: PendingCall, agent: Agent) -> WorkerFailedError:
-    """Return the error of a call that worker ``agent`` has made to a worker that is gone."""
-    return agent.liveness.failure_of(
-        call.peer, f"before it answered the call of {name_of(call.function)} from worker {agent.info.name!r}"
+        f" {called.name!r} by worker {here.name!r}, had not answered after {seconds:.3f} s.{at_limit}"
     )

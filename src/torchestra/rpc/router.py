@@ -8,14 +8,13 @@ to wait for two things. Without other hosts the pool uses the endpoint in shared
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from torchestra.engine import p2p
 from torchestra.engine.membership.rank_context import RankContext
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.rpc.shared_buffers import OpenedBuffers, SharedBufferPool
 from torchestra.transport.message import Message, Sending
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 _ARRIVED = 0  # a kind of message that agents have no other use for
 _EMPTY = ((0, 0),)
+_MAX_ANNOUNCED = 2
 Parts = Sequence[tuple[int, int]]
 """A message: the address and length of each part, the text first."""
 
@@ -71,28 +71,52 @@ class Endpoint(Protocol):
         """Wake all threads; from now on none sleeps here."""
 
 
+class Members(Protocol):
+    """The members of a group that workers join and leave: a DynamicGroup."""
+
+    @property
+    def left(self) -> Mapping[int, str]:
+        """Return how those ended that are gone, by number."""
+
+    def remove_lost(self, number: int, how: str) -> None:
+        """Remove a member that this worker has lost."""
+
+    def leave(self) -> None:
+        """Tell the others that this worker is no member any more."""
+
+
 class Router:
     """The connections from one worker to the others.
 
     Args:
         context: its place in the arena of the workers on its host.
-        hosts: which workers share a host.
+        number: this worker's.
+        local_numbers: of the workers in that arena, by local rank.
+        size: how many workers there are; None if they join and leave. Then all others are reached by the
+            network.
 
     Attributes:
         shared_buffers: for large memory, among workers on this host.
         network: the transport to other hosts, None if there are none.
+        members: the members of the group, if they join and leave.
     """
 
-    def __init__(self, context: RankContext, rank: int, hosts: Hosts) -> None:
+    def __init__(
+        self, context: RankContext, number: int, local_numbers: Sequence[int], size: int | None
+    ) -> None:
         self.context = context
-        self.rank = rank
-        self.hosts = hosts
-        self.size = len(hosts.host_of)
-        self.local_ranks = hosts.members[hosts.host_of[rank]]
-        self.is_local = [host == hosts.host_of[rank] for host in hosts.host_of]
+        self.number = number
+        self.size = size
+        self.local_numbers = local_numbers
+        self.local_rank_of = {each: local_rank for local_rank, each in enumerate(local_numbers)}
         self.shared_buffers = SharedBufferPool(context)
         self.network: Transport | None = None
+        self.members: Members | None = None
         self._routed: RoutedEndpoint | None = None
+
+    def has_ended(self) -> bool:
+        """Return whether the program of this worker, where that is a thread, has ended."""
+        return not self.context.program.is_alive()
 
     def endpoint(self, is_lost: Callable[[int], bool]) -> Endpoint | None:
         """Return an endpoint to all workers; None if there are no others.
@@ -102,14 +126,14 @@ class Router:
         """
         if self.size == 1:
             return None
-        context, local_ranks = self.context, self.local_ranks
-        spans_hosts = len(local_ranks) < self.size
+        context, local_numbers = self.context, self.local_numbers
+        spans_hosts = self.size is None or len(local_numbers) < self.size
         shared_memory = p2p.Endpoint(
             context.address,
             context.arena.address + context.arena.layout.channels,
             context.rank,
             context.size,
-            (lambda local_rank: is_lost(local_ranks[local_rank])) if spans_hosts else is_lost,
+            (lambda local_rank: is_lost(local_numbers[local_rank])) if spans_hosts else is_lost,
         )
         if not spans_hosts:
             return shared_memory
@@ -117,49 +141,64 @@ class Router:
         return self._routed
 
     def remote_ranks(self) -> list[int]:
-        """Return the ranks of the workers on other hosts."""
-        return [rank for rank, is_local in enumerate(self.is_local) if not is_local]
+        """Return the ranks of the workers on other hosts, in a group that none joins later."""
+        return [rank for rank in range(self.size or 0) if rank not in self.local_rank_of]
 
     def deliver(self, message: Message) -> None:
         """Give the pool a message from the network."""
         assert self._routed is not None
         self._routed.deliver(message)
 
-    def buffers_to(self, rank: int) -> SharedBufferPool | None:
+    def buffers_to(self, number: int) -> SharedBufferPool | None:
         """Return the buffers for large memory to a worker; None to other hosts, and to this worker."""
-        return self.shared_buffers if rank != self.rank and self.is_local[rank] else None
+        return self.shared_buffers if number != self.number and number in self.local_rank_of else None
 
     def borrow(self, source: int, offset: int, length: int, opened: OpenedBuffers) -> torch.UntypedStorage:
         """Return the storage that a worker has shared with this one. See :meth:`SharedBufferPool.open`."""
-        return self.shared_buffers.open(self.hosts.local_rank_of[source], offset, length, opened)
+        return self.shared_buffers.open(self.local_rank_of[source], offset, length, opened)
 
     def lost(self, gone: Container[int]) -> dict[int, str]:
         """Return how workers ended that are gone, except those in ``gone``."""
-        context, ranks = self.context, self.local_ranks
+        context, ranks = self.context, self.local_numbers
         dead = context.peers.dead() if context.peers is not None else ()
-        lost = {ranks[each]: f"died ({context.how(each)})" for each in dead if ranks[each] not in gone}
+        lost = {ranks[each]: f"died ({context.end_reason(each)})" for each in dead if ranks[each] not in gone}
         for local_rank, rank in enumerate(ranks):
-            if rank != self.rank and context.has_left(local_rank):
+            if rank != self.number and context.has_left(local_rank):
                 lost[rank] = "has shut down"
         if self.network is not None:
             lost.update(self.network.lost())
+        if self.members is not None:
+            lost.update(self.members.left)
         return lost
 
     def leave(self) -> None:
         """Let the others know that this worker answers no more."""
+        if self.members is not None:
+            self.members.leave()
         self.context.leave()
         if self.network is not None:
             self.network.close()
 
 
 class RoutedEndpoint:
-    """The endpoint of a worker that has others on its own and on other hosts."""
+    """The endpoint of a worker that has others on its own and on other hosts.
+
+    Messages from other hosts are in a queue of this object. ``_ARRIVED`` messages, which the worker sends to
+    itself through shared memory, have a thread look there. The thread that delivers must never wait for room
+    in shared memory, as nobody receives before the worker has met all others. So at most two are under way.
+
+    Two suffice for this invariant: whenever the queue has a message that no thread is about to take, an
+    ``_ARRIVED`` is in shared memory, where leader and follower wait. One is received only after the queue was
+    seen empty, and the queue is looked at again before the next is: so of two, one stays while the queue has
+    a message. Where fewer are under way, each message brings its own.
+    """
 
     def __init__(self, shared_memory: p2p.Endpoint, router: Router) -> None:
         self._shared_memory = shared_memory
         self._router = router
-        self._local_rank_of = router.hosts.local_rank_of
         self._arrived: deque[Message] = deque()
+        self._announced = 0  # written by the thread that delivers
+        self._noticed = 0  # written by the leader, after it has received one
         self.in_hand: Message | None = None
         self.send_leftovers = shared_memory.send_leftovers
         self.watch = shared_memory.watch
@@ -176,8 +215,9 @@ class RoutedEndpoint:
         sending: Sending | None = None,
     ) -> None:
         """See :class:`Endpoint`."""
-        if self._router.is_local[peer]:
-            self._shared_memory.send(self._local_rank_of[peer], kind, tag, parts, keep, sending)
+        local_rank = self._router.local_rank_of.get(peer)
+        if local_rank is not None:
+            self._shared_memory.send(local_rank, kind, tag, parts, keep, sending)
         else:
             assert self._router.network is not None
             self._router.network.send(peer, kind, tag, parts, keep, sending)
@@ -185,6 +225,9 @@ class RoutedEndpoint:
     def deliver(self, message: Message) -> None:
         """Queue a message from the network, and wake the leader. For one thread at a time."""
         self._arrived.append(message)
+        if self._announced - self._noticed >= _MAX_ANNOUNCED:
+            return
+        self._announced += 1
         self._shared_memory.send(self._router.context.rank, _ARRIVED, 0, _EMPTY)
 
     def receive(self, *, eager: bool) -> Message | None:
@@ -198,9 +241,12 @@ class RoutedEndpoint:
             message = shared_memory.receive(eager=eager)
             if message is None:
                 return None
-            if message.kind != _ARRIVED:
-                self.in_hand = message._replace(source=self._router.local_ranks[message.source])
-            shared_memory.in_hand = None
+            if message.kind == _ARRIVED:
+                shared_memory.in_hand = None
+                self._noticed += 1
+            else:
+                self.in_hand = message._replace(source=self._router.local_numbers[message.source])
+                shared_memory.in_hand = None
         if self.in_hand is None:
             self.in_hand = self._arrived[0]
             del self._arrived[0]

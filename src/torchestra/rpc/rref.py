@@ -6,25 +6,25 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.futures import Future
 
 from torchestra.errors import CallLostError, RemoteReferenceError, RpcError, RpcTimeoutError
+from torchestra.rpc.agent import Agent
 from torchestra.rpc.calls import Label
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
-from torchestra.rpc.current import agent_or_none, takes_agent
+from torchestra.rpc.current import agent_or_none
 from torchestra.rpc.functions import MARK, async_execution
 from torchestra.rpc.options import call_timeout
+from torchestra.rpc.package_functions import takes_agent
 from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref_context import fetch
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef, id_text
 from torchestra.rpc.thread_state import calling_scope
 from torchestra.rpc.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
+from torchestra.system.kept_errors import fail_future, fresh
 
 
 class RRef:
@@ -99,7 +99,7 @@ class RRef:
     def owner(self) -> WorkerInfo:
         """Return the worker that has the value."""
         state = self._state
-        return self._agent.workers[self._agent.rank if isinstance(state, OwnerRRef) else state.owner]
+        return self._agent.info if isinstance(state, OwnerRRef) else self._agent.workers.known(state.owner)
 
     def owner_name(self) -> str:
         """Return the name of the worker that has the value."""
@@ -154,7 +154,7 @@ class RRef:
 
     def _check(self, user: UserRRef, doing: str) -> None:
         if user.error is not None:
-            raise user.error
+            raise fresh(user.error)
         self._check_not_deleted(f"{doing}() on it")
 
     def _check_not_deleted(self, doing: str) -> None:
@@ -172,7 +172,7 @@ class RRef:
         """
         state = self._state
         if state.error is not None:
-            raise state.error
+            raise fresh(state.error)
         self._check_not_deleted("fork an UserRRef")
         raise RemoteReferenceError("an RRef cannot be serialized outside of a call: pass it to one")
 
@@ -188,14 +188,19 @@ class RRef:
                 request = _rref_typeof_on_owner, (state.rref_id,)
                 call = partial(agent.call, state.owner, *request, timeout=timeout, keep=self)
                 future = (
-                    recorded("async", request[0], agent, state.owner, call) if profiler_is_on() else call()
+                    recorded("async", request[0], agent.info, self.owner(), call)
+                    if profiler_is_on()
+                    else call()
                 )
             self._type = future
         if not blocking:
             return future
         if isinstance(state, OwnerRRef):
             return agent.await_future(future, timeout, "RRef type")
-        return future.wait()
+        try:
+            return future.wait()
+        finally:
+            del future  # as in PendingCall.wait
 
     def _get_future(self) -> Future[Any]:
         """Return a future that is done when the value has been made, with the error if there was one."""
@@ -260,7 +265,7 @@ class RRefProxy:
         rref, agent = self._rref, self._rref._agent
         state = rref._state
         if isinstance(state, OwnerRRef):
-            owner, rref_id = agent.rank, state.rref_id
+            owner, rref_id = agent.number, state.rref_id
         else:
             rref._check(state, self._mode)
             owner, rref_id = state.owner, state.rref_id
@@ -276,7 +281,10 @@ class RRefProxy:
         future = agent.call(
             owner, call_method, to_call, timeout=self._timeout, keep=rref, scope=scope, label=label
         )
-        return future if self._mode == "rpc_async" else future.wait()
+        try:
+            return future if self._mode == "rpc_async" else future.wait()
+        finally:
+            del future  # as in PendingCall.wait
 
 
 @async_execution
@@ -354,13 +362,13 @@ def _used(value: Future[Any], use: Callable[[Any], Future[Any]]) -> Future[Any]:
         try:
             result.set_result(future.value())
         except Exception as error:
-            result.set_exception(error)
+            fail_future(result, error)
 
     def outer(future: Future[Any]) -> None:
         try:
             use(future.value()).add_done_callback(inner)
         except Exception as error:
-            result.set_exception(error)
+            fail_future(result, error)
 
     value.add_done_callback(outer)
     return result
@@ -394,7 +402,7 @@ def remote_call(
     """Call a function and leave the result where it is; return a reference to it."""
     rrefs = agent.rrefs
     call = partial(agent.call, to, function, args, kwargs, timeout=timeout, scope=calling_scope(), **options)
-    if to == agent.rank:
+    if to == agent.number:
         owned = rrefs.own_later()
         rref = RRef._of(agent, owned)
         call(creates=(owned.rref_id, None)).add_done_callback(partial(_give_up_late, owned))
@@ -414,8 +422,8 @@ def remote_call(
         try:
             future.value()
         except Exception as error:
-            rrefs.disown(user, _too_late(error) if isinstance(error, RpcTimeoutError) else error)
-            created.set_exception(error)
+            rrefs.mark_unlisted(user, _too_late(error) if isinstance(error, RpcTimeoutError) else error)
+            fail_future(created, error)
         else:
             rrefs.confirm(user)
             created.set_result(None)

@@ -37,34 +37,58 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.futures import Future
 
 from torchestra.errors import CallLostError, RemoteReferenceError, WorkerFailedError
-from torchestra.rpc.current import takes_agent
 from torchestra.rpc.functions import async_execution
-from torchestra.rpc.headers import ForkData, IncomingHeader
+from torchestra.rpc.headers import ForkData, IncomingHeader, Reference
+from torchestra.rpc.leader_followers import LeaderFollowersPool
+from torchestra.rpc.package_functions import takes_agent
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef
+from torchestra.rpc.workers import Workers
+from torchestra.system.kept_errors import fresh, without_frames
 
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
-    from torchestra.rpc.rref import RRef
+
+class Losses(Protocol):
+    """The workers that are gone, see :class:`~torchestra.rpc.liveness.Liveness`."""
+
+    gone: dict[int, str]
+
+
+class Worker(Protocol):
+    """What the references of a worker ask of it; an :class:`~torchestra.rpc.agent.Agent`."""
+
+    number: int
+    workers: Workers
+    closed: bool
+    pool: LeaderFollowersPool
+    rrefs: RRefContext
+
+    @property
+    def liveness(self) -> Losses: ...
+
+    def call(
+        self, to: int, function: Any, args: tuple[Any, ...] = (), *, timeout: float = -1.0
+    ) -> Future[Any]:
+        """Have a worker call a function; return a future of the result."""
 
 
 class RRefContext:
     """All references of one worker, owned and used."""
 
-    def __init__(self, agent: Agent, rref_class: type[RRef]) -> None:
+    def __init__(self, agent: Worker, rref_class: type[Reference]) -> None:
         self.rref_class = rref_class
         self._agent = agent
-        self._rank = agent.rank
+        self._rank = agent.number
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._owners: dict[GlobalId, OwnerRRef] = {}
         self._users: dict[GlobalId, UserRRef] = {}  # by fork, until it is removed
-        self._kept: dict[GlobalId, tuple[RRef, int]] = {}  # by the fork that is to be accepted, and by whom
+        self._kept: dict[GlobalId, tuple[Reference, int]] = {}  # by the fork to be accepted, and by whom
         self._freed_by_loss: set[GlobalId] = set()
+        self._lost: set[int] = set()
         self.dropped: deque[UserRRef | OwnerRRef] = deque()
         self._closed = False
         self._to_tell: dict[object, None] = {}  # what there is to tell other workers that is no call yet
@@ -147,10 +171,11 @@ class RRefContext:
         self._users.pop(user.fork_id, None)
         user.released = True
 
-    def disown(self, user: UserRRef, error: Exception) -> None:
+    def mark_unlisted(self, user: UserRRef, error: Exception) -> None:
         """Note that the owner will never list its fork."""
-        user.error = error
-        if isinstance(error, (WorkerFailedError, CallLostError)):
+        user.error = without_frames(error)
+        # A function may raise of a third worker what is raised here where the owner is gone.
+        if user.owner in self._agent.liveness.gone or isinstance(error, CallLostError):
             self._users.pop(user.fork_id, None)
         else:
             self.confirm(user)
@@ -167,7 +192,16 @@ class RRefContext:
                 if rref_id in self._freed_by_loss:
                     owned.fail(self._freed())
                     owned.created = True
+                elif rref_id[0] in self._lost:  # whose messages have all been received
+                    owned.fail(self._never_created(rref_id[0]))
+                    owned.created = True
             return owned
+
+    def _never_created(self, rank: int) -> WorkerFailedError:
+        name = self._agent.workers[rank].name
+        return WorkerFailedError(
+            f"worker {name!r}, which was to create the value of this reference, is gone", name
+        )
 
     @staticmethod
     def _freed() -> RemoteReferenceError:
@@ -183,25 +217,27 @@ class RRefContext:
 
     # -- messages
 
-    def fork(self, rref: RRef, to: int, forks: list[ForkData]) -> None:
+    def fork(self, rref: Reference, to: int, forks: list[ForkData]) -> None:
         """Make a fork for a worker that a reference is passed to, and add it to those of its message.
 
         It is made and added, or neither: nothing is called between the assignments, so no interrupt comes.
         """
         state = rref._state
         if state.error is not None:
-            raise state.error
+            raise fresh(state.error)
         fork_id = self.new_id()
         if isinstance(state, OwnerRRef):
             fork = ForkData(state.rref_id, self._rank, fork_id, True)
             with self._lock:
-                state.forks[fork_id] = to
+                if to not in self._lost:  # or nobody would ever remove it
+                    state.forks[fork_id] = to
                 forks += (fork,)
             return
         rref._check_not_deleted("fork an UserRRef")
         fork = ForkData(state.rref_id, state.owner, fork_id, False)
         with self._lock:
-            self._kept[fork_id] = (rref, to)
+            if to not in self._lost:
+                self._kept[fork_id] = (rref, to)
             forks += (fork,)
 
     def withdraw_fork(self, fork: ForkData) -> None:
@@ -275,7 +311,7 @@ class RRefContext:
             try:
                 future.value()
             except Exception as error:
-                self.disown(user, error)
+                self.mark_unlisted(user, error)
             else:
                 self.confirm(user)
             self._tell(parent, _accept, user.fork_id)
@@ -318,6 +354,7 @@ class RRefContext:
         """Clean up after a worker that is gone."""
         never_created: list[OwnerRRef] = []
         with self._lock:
+            self._lost.add(rank)
             kept = [self._kept.pop(fork) for fork, (_, to) in self._kept.copy().items() if to == rank]
             for owned in tuple(self._owners.values()):
                 removed = [fork for fork, holder in owned.forks.items() if holder == rank]
@@ -334,13 +371,8 @@ class RRefContext:
                     del self._users[user.fork_id]
                     user.confirmed, user.released = True, True
         del kept
-        name = self._agent.workers[rank].name
         for owned in never_created:  # without the lock, because this calls whoever waits for the value
-            owned.fail(
-                WorkerFailedError(
-                    f"worker {name!r}, which was to create the value of this reference, is gone", name
-                )
-            )
+            owned.fail(self._never_created(rank))
 
     def delete_users(self) -> list[str]:
         """Drop all users of this worker, even those in use; return the numbers and owners of those."""
@@ -349,7 +381,7 @@ class RRefContext:
         for user in left:
             user.dropped = True
             self._release(user)
-        return [f"{user.rref_id} of worker {self._agent.workers[user.owner].name!r}" for user in left]
+        return [f"{user.rref_id} of worker {self._agent.workers.known(user.owner).name!r}" for user in left]
 
     def close(self) -> None:
         """Forget everything."""
@@ -359,6 +391,10 @@ class RRefContext:
             self._users.clear()
             self._kept.clear()
             self.dropped.clear()
+
+    def alive(self) -> tuple[int, int]:
+        """Return how many values this worker keeps, and how many references it has to values of others."""
+        return len(self._owners), len(self._users)
 
     def counts(self) -> dict[str, int]:
         """Return how many references there are, by the names of torch.distributed.rpc.
@@ -384,22 +420,22 @@ class RRefContext:
 
 
 @takes_agent
-def _list(agent: Agent, rref_id: GlobalId, fork_id: GlobalId, holder: int) -> None:
+def _list(agent: Worker, rref_id: GlobalId, fork_id: GlobalId, holder: int) -> None:
     agent.rrefs.list_fork(rref_id, fork_id, holder)
 
 
 @takes_agent
-def _remove_fork(agent: Agent, rref_id: GlobalId, fork_id: GlobalId) -> None:
+def _remove_fork(agent: Worker, rref_id: GlobalId, fork_id: GlobalId) -> None:
     agent.rrefs.remove_fork(rref_id, fork_id)
 
 
 @takes_agent
-def _accept(agent: Agent, fork_id: GlobalId) -> None:
+def _accept(agent: Worker, fork_id: GlobalId) -> None:
     agent.rrefs.accept(fork_id)
 
 
 @async_execution
 @takes_agent
-def fetch(agent: Agent, rref_id: GlobalId) -> Future[Any]:
+def fetch(agent: Worker, rref_id: GlobalId) -> Future[Any]:
     """Return the value of a reference of the worker called."""
     return agent.rrefs.value(rref_id)

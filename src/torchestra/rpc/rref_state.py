@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch.futures import Future
 
 from torchestra.errors import RpcError
+from torchestra.system.kept_errors import fail_future
 
 GlobalId = tuple[int, int]
 """The number of a reference or a fork: its creator's rank, and how many that had created before."""
@@ -33,7 +34,7 @@ class OwnerRRef:
         handles: how many references there are on this worker.
         created: whether the call that makes the value has come.
         settled: whether the future is done, or is just being made so.
-        error: why it was given up, where the call that makes the value took too long.
+        error: why it was given up, where the call that makes the value took too long; a copy of it is raised.
     """
 
     rref_id: GlobalId
@@ -42,7 +43,7 @@ class OwnerRRef:
     handles: int = 0
     created: bool = False
     settled: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def set(self, value: Any) -> None:
         """Set the value, unless it was given up."""
@@ -54,7 +55,7 @@ class OwnerRRef:
         if not isinstance(error, Exception):
             error = RpcError(f"{type(error).__name__}: {error}")
         if self._settles():
-            self.future.set_exception(error)
+            fail_future(self.future, error)
 
     def _settles(self) -> bool:
         """Return whether this call settles it first: its value may come while its caller gives it up."""
@@ -80,7 +81,7 @@ class UserRRef:
         confirmed: the owner lists the fork.
         dropped: nobody here refers to it any more.
         released: the owner was asked to remove the fork, or need not be.
-        error: why there is no value, where the call that creates it failed.
+        error: why there is no value, where the call that creates it failed; a copy of it is raised.
         created: at its creator, the answer of the call that makes the value.
         incoming: the message that it came with, while it is not confirmed.
         is_asked: the owner was asked to list the fork.
@@ -92,7 +93,7 @@ class UserRRef:
     confirmed: bool
     dropped: bool = False
     released: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
     created: Future[Any] | None = None
     incoming: Confirmable | None = None
     is_asked: bool = False

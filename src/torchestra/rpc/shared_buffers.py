@@ -16,7 +16,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from torchestra.engine.memory.heap import Heap
 from torchestra.tensors.serialization import OUT_OF_BAND
 
 OpenedBuffers: TypeAlias = dict[int, torch.UntypedStorage]
-"""The buffers that a message lies in, by their places."""
+"""The buffers that a message lies in, by their offsets in the heap of the worker that sent it."""
 
 SHARE_FROM = 1 << 15  # bytes; smaller memory is a part of the message
 _HEAD_BYTES = 128
@@ -39,8 +39,10 @@ class SharedBufferPool:
     """Shares buffers of one worker's heap, and opens those of others."""
 
     def __init__(self, context: RankContext) -> None:
+        self.rank = context.rank
         self._arena = context.arena
         self._heap: Heap = context.heap
+        self._opened: dict[int, _OpenBuffer] = {}  # by the address of their memory
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}  # bytes, by offset in the heap
         self._kept: dict[int, list[int]] = {}  # offsets, by bytes
@@ -66,11 +68,11 @@ class SharedBufferPool:
         ctypes.memmove(self._heap.first_address + offset + _HEAD_BYTES, address, length)
         return offset
 
-    def noting(self, taken: dict[int, None]) -> Callable[[int, int], int]:
+    def sharer(self, taken: dict[int, None]) -> Callable[[int, int], int]:
         """Return :meth:`share` with ``taken``."""
         return lambda address, length: self.share(address, length, taken)
 
-    def withdraw(self, taken: dict[int, None]) -> None:
+    def withdraw(self, taken: Iterable[int]) -> None:
         """Release buffers of a message that is not sent."""
         for offset in taken:
             shared_words.store_ordered(self._heap.first_address + offset, 1)
@@ -87,12 +89,27 @@ class SharedBufferPool:
         heaps = self._arena.heaps
         start = rank * self._arena.layout.heap_bytes + offset
         memory = heaps[start + _HEAD_BYTES : start + _HEAD_BYTES + length]
-        is_open: list[bool] = []
-        weakref.finalize(memory, _release, heaps.ctypes.data + start, os.getpid(), is_open).atexit = False
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        is_open += (True,)  # nothing is called between this and the next line, so no interrupt comes
+        buffer = _OpenBuffer(rank, offset, storage.data_ptr(), os.getpid())
+        weakref.finalize(memory, _release, buffer, self._opened).atexit = False
+        self._opened[buffer.address] = buffer
+        buffer.is_open = True  # nothing is called between this and the next line, so no interrupt comes
         opened[offset] = storage
         return storage
+
+    def is_from(self, rank: int, address: int) -> bool:
+        """Return whether memory here is that of an open buffer of a rank."""
+        buffer = self._opened.get(address)
+        return buffer is not None and buffer.rank == rank
+
+    def return_buffer(self, storage: torch.UntypedStorage) -> int:
+        """Have the buffer that a storage lies in belong to its owner as it is; return its offset there.
+
+        The storage must be the last one that lies there, must be used no more, and is not released.
+        """
+        buffer = self._opened[storage.data_ptr()]
+        buffer.is_open = False
+        return buffer.offset
 
     def _buffer(self, length: int, taken: dict[int, None]) -> int:
         size = max(_SMALLEST, 1 << (length + _HEAD_BYTES - 1).bit_length())
@@ -128,6 +145,29 @@ def _free_kept(heap: Heap, kept: dict[int, list[int]]) -> None:
             heap.give(offset, size)
 
 
-def _release(address: int, owner: int, is_open: list[bool]) -> None:
-    if is_open and os.getpid() == owner:  # a forked child only drops its copy of the storage
-        shared_words.store_ordered(address, 1)
+class _OpenBuffer:
+    """A buffer of another worker, or of this one, in which a storage lies here.
+
+    Attributes:
+        rank, offset: whose buffer it is, and where.
+        address: of its memory.
+        owner: the process that has opened it.
+        is_open: whether to release it with the storage.
+    """
+
+    __slots__ = ("address", "is_open", "offset", "owner", "rank")
+
+    def __init__(self, rank: int, offset: int, address: int, owner: int) -> None:
+        self.rank = rank
+        self.offset = offset
+        self.address = address
+        self.owner = owner
+        self.is_open = False
+
+
+def _release(buffer: _OpenBuffer, opened: dict[int, _OpenBuffer]) -> None:
+    if os.getpid() == buffer.owner:  # a forked child only drops its copy of the storage
+        if opened.get(buffer.address) is buffer:
+            del opened[buffer.address]
+        if buffer.is_open:
+            shared_words.store_ordered(buffer.address - _HEAD_BYTES, 1)

@@ -24,18 +24,23 @@ from torchestra.errors import (
     named,
 )
 from torchestra.process_group.starting import choose_backend
-from torchestra.rendezvous import rendezvous
+from torchestra.rendezvous import has_unknown_size, open_store, rendezvous
 from torchestra.rpc import leaks, torchscript
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent, set_agent
+from torchestra.rpc.departing import depart
+from torchestra.rpc.membership import STATIC, claim_group_kind
 from torchestra.rpc.options import BackendType, RpcBackendOptions
 from torchestra.rpc.router import Router
+from torchestra.rpc.rref import RRef
 from torchestra.rpc.termination import TerminationDetector
 from torchestra.rpc.worker_info import WorkerInfo
+from torchestra.rpc.workers import Workers
 from torchestra.store import PrefixStore, Store
-from torchestra.store.joint_errors import raising_together
+from torchestra.store.collective_errors import raise_on_all_ranks
 from torchestra.store.missing_keys import missing_indices
+from torchestra.store.unreadable import reading
 from torchestra.types import timeout_seconds
 
 _MEETING_SECONDS = 1800.0
@@ -58,12 +63,15 @@ def init_rpc(
     Args:
         name: of this worker, which no other has: letters, digits, underscore, colon and dash, below 128.
         backend: there is only one.
-        rank, world_size: which worker this is, and how many there are; default: as the launcher says.
+        rank, world_size: which worker this is, and how many there are; default: as the launcher says. With
+            ``rank`` alone, and no ``world_size`` in the environment where workers meet by that, it joins a
+            group whose workers join and leave at any time: it returns when all that are there know it.
         rpc_backend_options: see :class:`RpcBackendOptions`.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or something is missing from the environment.
-        RpcError: this rank is a worker already, or two workers have one name.
+        RpcError: this rank is a worker already, or two workers have one name; or some have a ``world_size``
+            and some have none.
         CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
     """
     if backend is not None and not isinstance(backend, BackendType):
@@ -82,6 +90,43 @@ def init_rpc(
         rank, size, store = here.rank, here.size, PrefixStore("rpc", here.store)
     method = None if store is not None else method
     timeout_s = options.rpc_timeout or _MEETING_SECONDS
+    if world_size is None and rank >= 0 and size < 0 and has_unknown_size(method, store):
+        agent = _join(name, rank, method, options, timeout_s, here)
+    else:
+        agent = _meet_all(name, rank, size, method, store, options, timeout_s, here)
+    set_agent(agent)
+    _open.add(agent)
+    agent.start()
+
+
+def _join(
+    name: str,
+    rank: int,
+    method: str | None,
+    options: RpcBackendOptions,
+    timeout_s: float,
+    here: ThreadRank | None,
+) -> Agent:
+    """Become a worker of a group that workers join and leave."""
+    from torchestra.rpc.joining import join_group  # needs ZeroMQ
+
+    opened = open_store(
+        method, rank=rank, timeout=timedelta(seconds=timeout_s), store=options.store, secret=options.secret
+    )
+    return join_group(opened, name, rank, options, timeout_s, here)
+
+
+def _meet_all(
+    name: str,
+    rank: int,
+    size: int,
+    method: str | None,
+    store: Store | None,
+    options: RpcBackendOptions,
+    timeout_s: float,
+    here: ThreadRank | None,
+) -> Agent:
+    """Become a worker of a group in which as many meet as were told."""
     meeting = rendezvous(
         method,
         rank=rank,
@@ -91,16 +136,17 @@ def init_rpc(
         secret=options.secret,
     )
     own = PrefixStore("torchestra/rpc", meeting.store)
-    with raising_together(own, "init", meeting.world_size):
+    with raise_on_all_ranks(own, "init", meeting.world_size):
+        if meeting.rank == 0:
+            claim_group_kind(meeting.base_store, STATIC)
         names = _meet(own, name, meeting.rank, meeting.world_size, timeout_s)
         warm_up()
         torchscript.register()
         router = _open_router(own, name, meeting.rank, meeting.world_size, timeout_s, here)
-        agent = options._make_agent(Agent, router, names)
+        workers = Workers(WorkerInfo(each, number) for number, each in enumerate(names))
+        agent: Agent = (options._agent_class or Agent)(router, workers, options, RRef)
         _connect_hosts(agent, own, names, timeout_s, options)
-    set_agent(agent)
-    _open.add(agent)
-    agent.start()
+    return agent
 
 
 def _check_no_worker() -> None:
@@ -123,7 +169,7 @@ def _connect_hosts(
         if remote := router.remote_ranks():
             from torchestra.rpc.host_connections import connect  # needs ZeroMQ
 
-            router.network = connect(store, router.rank, remote, names, timeout_s, options, router.deliver)
+            router.network = connect(store, router.number, remote, names, timeout_s, options, router.deliver)
     except BaseException:
         agent.close()
         raise
@@ -136,7 +182,7 @@ def _open_router(
     threads = choose_backend(None) == "threads"
     group = f"rpc of {name}"
     with hosts_found(PrefixStore("hosts", store), rank, size, group, timeout_s, threads=threads) as found:
-        hosts, residents = found
+        hosts, local_ranks = found
         host, local_rank = hosts.host_of[rank], hosts.local_rank_of[rank]
         context = join(
             PrefixStore(f"arena/{host}", store),
@@ -146,9 +192,9 @@ def _open_router(
             timeout_s,
             threads=threads,
             thread=here.thread if here is not None else threading.current_thread(),
-            has_died=None if residents is None else residents.has_died,
+            has_died=None if local_ranks is None else local_ranks.has_died,
         )
-    return Router(context, rank, hosts)
+    return Router(context, rank, hosts.members[host], size)
 
 
 def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float) -> list[str]:
@@ -159,8 +205,9 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float)
     try:
         if rank == 0:
             values = store.await_values(keys, limit)
-            store.set("names", json.dumps([each.decode() for each in values]))
-        names: list[str] = json.loads(store.await_values(["names"], limit)[0])
+            with reading("the names of RPC workers"):
+                store.set("names", json.dumps([each.decode() for each in values]))
+        text = store.await_values(["names"], limit)[0]
     except StoreTimeoutError:
         missing = missing_indices(store, keys)
         raise StoreTimeoutError(
@@ -168,12 +215,21 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float)
             f" {store} within {timeout_s:g} s (seen from worker {name!r}, rank {rank}): are all running, and"
             " do all use the same rendezvous?"
         ) from None
+    names = _read_names(text, size)
     for peer, other in enumerate(names):
         if names.index(other) != peer:
             raise RpcError(
                 f"RPC worker name {other!r} is not unique: ranks {names.index(other)} and {peer} both have it"
             )
     return names
+
+
+def _read_names(text: bytes, size: int) -> list[str]:
+    with reading("the names of RPC workers"):
+        names = json.loads(text)
+        if not isinstance(names, list) or len(names) != size or not all(type(each) is str for each in names):
+            raise ValueError(f"not {size} names: {names!r:.100}")
+        return [WorkerInfo(each, rank).name for rank, each in enumerate(names)]
 
 
 @checked
@@ -183,7 +239,9 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
     Args:
         graceful: wait until every worker has called this, and until all calls are over, those that
             are made meanwhile by functions that still run included; then drop all references to values on
-            other workers. Otherwise stop at once: whoever calls this worker from now on gets an error.
+            other workers. Where workers join and leave: wait until the calls of this worker and those to it
+            are over, and all others have struck it out. Otherwise stop at once: whoever calls this worker
+            from now on gets an error.
         timeout: how long, in seconds, that may take; 0 for no limit.
 
     Raises:
@@ -198,7 +256,9 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
         graceful = False
     left: list[str] = []
     try:
-        if graceful:
+        if graceful and agent.router.members is not None:
+            left = depart(agent, timeout)
+        elif graceful:
             detector = TerminationDetector(agent, timeout)
             detector.await_quiet()
             left = agent.rrefs.delete_users()

@@ -59,10 +59,10 @@ class TerminationDetector:
         agent = self._agent
         round_number = self._round = next(agent.rounds)
         values = agent.termination.setdefault(round_number, {})
-        values[agent.rank] = value
+        values[agent.number] = value
         text = pickle.dumps(value, 5)
         for rank in range(len(agent.workers)):
-            if rank != agent.rank:
+            if rank != agent.number:
                 assert agent.endpoint is not None
                 agent.endpoint.send(rank, TERMINATION, round_number, [(address_of(text), len(text))], text)
         while len(values) < len(agent.workers):
