@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from torchestra.collectives.breakpoints import breakpoint  # noqa: A004
 from torchestra.communicator.work import Work
 from torchestra.compat import aliases, distributed_c10d
 from torchestra.compat.distributed_c10d import *  # noqa: F403
@@ -30,6 +31,7 @@ __all__ = [
     "_Backend",
     "_Work",
     "_remote_device",
+    "breakpoint",
     "distributed_c10d",
     "init_device_mesh",
     "rendezvous",

@@ -47,7 +47,7 @@ _BELOW_COMPAT: AliasTable = {
     },
     f"{_AVERAGING}.utils": {f"torchestra.{_AVERAGING}.parameters": "*"},
     "constants": {"torchestra.compat.distributed_c10d": "default_pg_timeout"},
-    "device_mesh": _MESH,
+    "device_mesh": {**_MESH, "torchestra.device_mesh.torch_names": "_MeshEnv _mesh_resources"},
     "nn": {"torchestra.compat.nn.functional": "*", "torchestra.nn": "RemoteModule"},
     "nn.api": {},
     "nn.api.remote_module": {
@@ -78,7 +78,10 @@ _BELOW_COMPAT: AliasTable = {
     "optim.optimizer": {"torchestra.optim": "DistributedOptimizer"},
     "optim.post_localSGD_optimizer": {"torchestra.optim": "PostLocalSGDOptimizer"},
     "optim.utils": {_FUNCTIONAL_OPTIMIZERS: "*"},
-    "optim.zero_redundancy_optimizer": {"torchestra.optim": "ZeroRedundancyOptimizer"},
+    "optim.zero_redundancy_optimizer": {
+        "torchestra.optim": "ZeroRedundancyOptimizer",
+        "torchestra.compat.reducing": "_broadcast_object",
+    },
     "utils": {
         "torchestra.compat.reducing": "_sync_module_states _verify_param_shape_across_processes",
     },

@@ -31,7 +31,7 @@ class _Plugin(NamedTuple):
     extended_api: bool
 
 
-class Backend(str):
+class Backend(backend_info.Backend):
     """``Backend(name)`` is the name in lower case; the known ones are attributes.
 
     ``GLOO`` is torchestra's own engine, ``FAKE`` the fake world. ``NCCL`` is for CUDA tensors, where this
@@ -39,35 +39,23 @@ class Backend(str):
     register their own.
     """
 
-    __slots__ = ()
-
-    UNDEFINED = "undefined"
-    GLOO = "gloo"
-    NCCL = "nccl"
-    UCC = "ucc"
-    MPI = "mpi"
-    XCCL = "xccl"
-    FAKE = "fake"
-
     _BackendPlugin = _Plugin
     _plugins: ClassVar[dict[str, _Plugin]] = {}
-    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, FAKE]
-    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": GLOO}
-    backend_capability: ClassVar[dict[str, list[str]]] = {
-        GLOO: ["cpu", "cuda"],
-        NCCL: ["cuda"],
-        XCCL: ["xpu"],
-        UCC: ["cpu", "cuda"],
-        MPI: ["cpu", "cuda"],
-        FAKE: ["cpu", "cuda"],
+    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake"]
+    default_device_backend_map: ClassVar[dict[str, str]] = {
+        "cpu": "gloo",
+        "cuda": "gloo",
+        "xpu": "xccl",
+        "mps": "gloo",
     }
-
-    def __new__(cls, name: str) -> str:  # type: ignore[misc]
-        """Return the name in lower case; a plain str, as torch's is."""
-        if not isinstance(name, str):
-            raise InvalidArgumentError(f"Backend constructor parameter must be string-ish, got {name!r}")
-        known = getattr(cls, name.upper(), cls.UNDEFINED)
-        return name.lower() if known == cls.UNDEFINED else str(known)
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        "gloo": ["cpu", "cuda"],
+        "nccl": ["cuda"],
+        "xccl": ["xpu"],
+        "ucc": ["cpu", "cuda"],
+        "mpi": ["cpu", "cuda"],
+        "fake": ["cpu", "cuda", "hpu", "xpu"],
+    }
 
     @classmethod
     def register_backend(
@@ -112,7 +100,11 @@ class BackendConfig:
         self.device_backend_map: dict[str, str] = {}
         text = str(backend).lower()
         if text == Backend.UNDEFINED:
-            self.device_backend_map = dict(Backend.default_device_backend_map)
+            self.device_backend_map = {
+                device: name
+                for device, name in Backend.default_device_backend_map.items()
+                if device in Backend.backend_capability.get(name, ()) and is_backend_available(name)
+            }
         elif ":" not in text:
             self.device_backend_map = dict.fromkeys(
                 Backend.backend_capability.get(text, ["cpu", "cuda"]), Backend(text)

@@ -1,6 +1,8 @@
-"""torch's debug level, kept for programs that read it: torchestra always has the checks that it enables.
+"""torch's debug level. Most of what it turns on in torch is always on here.
 
-Errors always show the fingerprints of calls that do not match, and name unused parameters.
+Errors always show the calls of ranks that do not match, and name unused parameters. At level DETAIL an
+asynchronous operation is waited for where it is called, so that calls which do not match are raised there, as
+by the wrapper that torch puts around groups.
 """
 
 from __future__ import annotations
@@ -8,9 +10,19 @@ from __future__ import annotations
 import enum
 import os
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.communicator.queue import OperationQueue
+from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.process_group import ProcessGroup
+from torchestra.store import Store
+from torchestra.types import Timeout
 
-__all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
+__all__ = [
+    "DebugLevel",
+    "_create_process_group_wrapper",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+]
 
 _VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
@@ -32,9 +44,34 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Change the level of this process."""
+    """Change the level of this process; it concerns operations that are called from now on."""
     global _level
     _level = DebugLevel(level)
+    OperationQueue.raises_at_call = _level is DebugLevel.DETAIL
+
+
+def _create_process_group_wrapper(
+    wrapped_pg: ProcessGroup,
+    store_prefix: str = "",
+    store: Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    timeout: Timeout | None = None,
+) -> ProcessGroup:
+    """Have a group raise mismatches where its operations are called, whatever the level; return it.
+
+    torch's other arguments are for a second group, which compares the ranks' calls: not needed here.
+
+    Raises:
+        DistBackendError: the group is of a registered backend, whose calls torchestra does not compare.
+    """
+    if wrapped_pg.communicator.engine.delegates:
+        raise DistBackendError(
+            f"_create_process_group_wrapper: calls of {wrapped_pg!r} are not compared, since a"
+            " registered backend runs them; the debug level DETAIL concerns groups of torchestra"
+        )
+    wrapped_pg.communicator.queue.raises_at_call = True
+    return wrapped_pg
 
 
 def set_debug_level_from_env() -> None:

@@ -40,6 +40,7 @@ from torchestra import (
     is_ucc_available,
     is_xccl_available,
     process_group,
+    record_comm,
     set_pg_timeout,
     shrink_group,
     supports_complex,
@@ -67,6 +68,7 @@ from torchestra.compat.rendezvous import (
 )
 from torchestra.compat.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.nn.parallel import Reducer
+from torchestra.process_group.reconfiguring import ReconfigureOptions
 from torchestra.types import DEFAULT_TIMEOUT
 
 ProcessGroupGloo = process_group.ProcessGroup
@@ -115,6 +117,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "QueueEmptyError",
+    "ReconfigureOptions",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -149,6 +152,7 @@ __all__ = [
     "is_torchelastic_launched",
     "is_ucc_available",
     "is_xccl_available",
+    "record_comm",
     "reduce_op",
     "register_rendezvous_handler",
     "rendezvous",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+from torchestra.communicator.work import Work
 from torchestra.compat import torch_code
 from torchestra.compat.backends import engine_of, get_backend_config, registered
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.functional import groups as functional_groups
 from torchestra.process_group import NonMember, ProcessGroup, RoundRobinGroup
+from torchestra.process_group.reconfiguring import ReconfigureOptions
 from torchestra.process_group.starting import choose_backend
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
@@ -32,12 +34,15 @@ __all__ = [
     "_get_pg_config",
     "_get_process_group_name",
     "_get_process_group_store",
+    "_get_reconfigure_handle",
     "_new_group_with_tag",
     "_rank_not_in_group",
+    "_reconfigure",
     "_resolve_group_name_by_ranks_and_tag",
     "_resolve_process_group",
     "_round_robin_process_groups",
     "_store_based_barrier",
+    "_supports_reconfigure",
     "get_global_rank",
     "get_group_rank",
     "get_rank",
@@ -87,6 +92,7 @@ def init_process_group(
     pg_options: Any = None,
     device_id: Any = None,
     _ranks: Sequence[int] | None = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Call :func:`torchestra.init_process_group` by torch's names of backends: ``"gloo"`` is our engine.
 
@@ -98,9 +104,33 @@ def init_process_group(
     """
     maker = registered(backend, pg_options)
     terms = GroupTerms(timeout, None if maker else engine_of(backend), pg_options, device_id, maker)
-    init.make_world(terms, init_method, world_size, rank, store, group_name)
+    init.make_world(
+        terms, init_method, world_size, rank, store, group_name, enable_reconfigure=enable_reconfigure
+    )
     current_world().rename_backends({"native": "gloo", "threads": "gloo"})
     torch_code.world_was_made()
+
+
+def _supports_reconfigure(group: ProcessGroup | None = None) -> bool:
+    """Return whether a group (default: the default one) was made with ``enable_reconfigure=True``."""
+    return (default_group() if group is None else group).supports_reconfigure
+
+
+def _get_reconfigure_handle(group: ProcessGroup | None = None) -> str:
+    """Return this rank's handle in a group; see :meth:`torchestra.ProcessGroup.get_reconfigure_handle`."""
+    return (default_group() if group is None else group).get_reconfigure_handle()
+
+
+def _reconfigure(
+    uuid: int,
+    handles: Collection[str],
+    group: ProcessGroup | None = None,
+    timeout: Timeout | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> Work:
+    """Make a group one of other ranks; see :meth:`torchestra.ProcessGroup.reconfigure`."""
+    options = ReconfigureOptions(uuid, handles, timeout, dict(hints or {}))
+    return (default_group() if group is None else group).reconfigure(options)
 
 
 def new_group(

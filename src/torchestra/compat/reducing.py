@@ -1,12 +1,14 @@
-"""torch's functions for buckets of gradients and states of modules, with the arguments in torch's order."""
+"""torch's functions for buckets of gradients and states of modules and optimizers, with its arguments."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
+from torchestra.collectives.objects import broadcast_object_list
 from torchestra.nn.parallel import (
     BuiltinCommHookType,
     Reducer,
@@ -17,6 +19,7 @@ from torchestra.nn.parallel.buckets import FIRST_BUCKET_BYTES
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
+from torchestra.world.init import get_rank
 
 __all__ = [
     "_DEFAULT_FIRST_BUCKET_BYTES",
@@ -38,6 +41,24 @@ def _broadcast_coalesced(
 ) -> None:
     """Replace tensors by those of rank ``src`` of the group, ``buffer_size`` bytes at a time."""
     broadcast_coalesced(tensors, process_group, src, buffer_size)
+
+
+def _broadcast_object(
+    obj: Any, src_rank: int, group: ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Any:
+    """Return an object of global rank ``src_rank``, whose tensors are put on a device on the other ranks.
+
+    All ranks of the group must call this; the object counts on the source only, which gets it back. (It is of
+    torch's ZeroRedundancyOptimizer.)
+    """
+    buffer = io.BytesIO()
+    if get_rank() == src_rank:
+        torch.save(obj, buffer)
+    told = [buffer.getvalue()]
+    broadcast_object_list(told, src_rank, group)
+    if get_rank() == src_rank:
+        return obj
+    return torch.load(io.BytesIO(told[0]), map_location=device, weights_only=False)
 
 
 def _compute_bucket_assignment_by_size(

@@ -49,10 +49,10 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
 
     def __init__(self, *arguments: Any) -> None:
         store = arguments[0] if arguments and isinstance(arguments[0], Store) else FakeStore()
-        place = arguments[1:3] if arguments and isinstance(arguments[0], Store) else arguments[:2]
-        if len(place) != 2:
+        rank_and_size = arguments[1:3] if arguments and isinstance(arguments[0], Store) else arguments[:2]
+        if len(rank_and_size) != 2:
             raise InvalidArgumentTypeError(f"ProcessGroup takes ([store,] rank, size), got {arguments!r}")
-        rank, size = place
+        rank, size = rank_and_size
         engine = RegisteredEngine(self, rank, size)
         name = f"{type(self).__name__} {id(self):x}"
         super().__init__(store, rank, size, communicator=Communicator(engine, name, 0.0))
@@ -73,9 +73,7 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
     def shutdown(self) -> None:
         """Release the backend's resources when the group is destroyed; backends override this."""
 
-    def shrink(
-        self, exclude: Sequence[int] = (), timeout: Timeout | None = None
-    ) -> process_group.ProcessGroup:
+    def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
         """Refuse; a backend that can shrink overrides this.
 
         Raises:
@@ -86,11 +84,14 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
             f" {type(self).__name__}, of backend {self.getBackendName()!r}, has no method shrink"
         )
 
-    def shrink_when_idle(
-        self, exclude: Sequence[int], timeout: Timeout | None = None
-    ) -> process_group.ProcessGroup:
+    def shrink_when_idle(self, exclude: Sequence[int], timeout: Timeout | None = None) -> ProcessGroup:
         """Call :meth:`shrink`: only the backend knows when its operations end."""
         return self.shrink(exclude, timeout)
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Return False; a backend that can be reconfigured overrides this and the two methods."""
+        return False
 
     def become(self, *arguments: Any) -> None:
         super().become(*arguments)

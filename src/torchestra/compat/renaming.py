@@ -18,6 +18,8 @@ __all__ = ["rename"]
 _RENAMED = {
     "torch.distributed": ("torchestra.compat", ""),
     "torch._C._distributed_c10d": ("torchestra.compat.distributed_c10d", ""),
+    "torch.futures.collect_all": ("torchestra.compat.futures", "collect_all"),
+    "torch.futures.wait_all": ("torchestra.compat.futures", "wait_all"),
     "torch.nn.SyncBatchNorm": ("torchestra.nn", "SyncBatchNorm"),
     "torch.nn.parallel.DistributedDataParallel": ("torchestra.nn.parallel", "DistributedDataParallel"),
     "torch.nn.parallel.distributed": ("torchestra.nn.parallel.distributed", ""),

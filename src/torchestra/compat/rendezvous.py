@@ -55,7 +55,7 @@ def _error(scheme: str, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}")
 
 
-def _place(scheme: str, query: dict[str, str]) -> tuple[int, int]:
+def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
     """Return the rank and world size in a URL's query."""
     for name, words in (("rank", "rank"), ("world_size", "world size")):
         if name not in query:
@@ -68,7 +68,7 @@ def _by_file(url: str, **kwargs: Any) -> Iterator[Met]:
     path = unquote(parts.netloc + parts.path)
     if not path:
         raise _error("file", "path missing")
-    rank, world_size = _place("file", dict(parse_qsl(parts.query)))
+    rank, world_size = _rank_and_size("file", dict(parse_qsl(parts.query)))
     yield FileStore(path, world_size), rank, world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")
 
@@ -78,7 +78,7 @@ def _by_address(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **kwargs: Any) -
     if parts.port is None:
         raise _error("tcp", "port number missing")
     query = dict(parse_qsl(parts.query))
-    rank, world_size = _place("tcp", query)
+    rank, world_size = _rank_and_size("tcp", query)
     if parts.hostname is None:
         raise _error("tcp", "host missing")
     yield _c10d_store(parts.hostname, parts.port, rank, world_size, timeout, _libuv(query)), rank, world_size

@@ -1,8 +1,8 @@
 """Running a program renamed: as ``__main__``, and again in the processes that it starts.
 
 A process that ``multiprocessing`` or :func:`torchestra.launch` starts anew imports the program's main module
-by the name in that module's ``__spec__``. So that spec names our :mod:`torchestra.compat.again`, which runs
-the program renamed in the new process. The environment tells which program.
+by the name in that module's ``__spec__``. So that spec names our :mod:`torchestra.compat.child_main`, which
+runs the program renamed in the new process. The environment tells which program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchestra.compat.importing import RenamingLoader, install
 from torchestra.launcher.main_script import find_runnable, load_script
 from torchestra.launcher.spec import Script
 
-__all__ = ["run", "run_again"]
+__all__ = ["run", "run_in_child"]
 
 _VARIABLE = "TORCHESTRA_COMPAT_PROGRAM"
 
@@ -26,7 +26,7 @@ class _MainSpec(ModuleSpec):
     """Names the module to import in another process, but keeps the program's own package."""
 
     def __init__(self, package: str) -> None:
-        super().__init__("torchestra.compat.again", None)
+        super().__init__("torchestra.compat.child_main", None)
         self._package = package
 
     @property
@@ -49,7 +49,7 @@ def run(name: str, arguments: Sequence[str], *, is_module: bool = False) -> None
     exec(code, main.__dict__)
 
 
-def run_again(namespace: dict[str, Any]) -> None:
+def run_in_child(namespace: dict[str, Any]) -> None:
     """Run the program in another process, in the namespace of the module that stands for ``__main__``."""
     install()
     name, is_module = json.loads(os.environ[_VARIABLE])

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchestra.interop.torch_distributed import adopt, inner_group, use
+    from torchestra.interop.torch_distributed import adopt, debug_handlers, inner_group, use
 
-__all__ = ["adopt", "inner_group", "use"]
+__all__ = ["adopt", "debug_handlers", "inner_group", "use"]
 
 if not TYPE_CHECKING:
 

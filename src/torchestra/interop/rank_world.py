@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torchestra
-from torchestra.interop.world_names import TORCH
+from torchestra.interop.world_names import TORCH, TORCH_WORLDS
 from torchestra.store import FileStore
 from torchestra.world.init import default_group, destroy_process_group, init_process_group, is_initialized
 
@@ -18,7 +18,7 @@ def load_world(world: str) -> None:
     """Import the modules that ranks of a world need, so that processes forked from this one have them."""
     for name in torchestra.__all__:
         getattr(torchestra, name)
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         importlib.import_module("torchestra.interop.torch_distributed.worlds")
         importlib.import_module("torchestra.interop.torch_distributed.group")
         # DistributedDataParallel, FSDP and functional collectives import this on first use.
@@ -27,10 +27,10 @@ def load_world(world: str) -> None:
 
 def prepare_process(world: str) -> None:
     """Prepare a process for ranks of a world, before any of them joins it."""
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         from torchestra.interop.torch_distributed import worlds
 
-        worlds.serve_gloo()
+        worlds.serve_gloo(by_us=world == TORCH)
 
 
 def join_as_process(world: str, rank: int, size: int, timeout_s: float, directory: str) -> None:
@@ -41,7 +41,7 @@ def join_as_process(world: str, rank: int, size: int, timeout_s: float, director
         directory: where the ranks meet, a new one for each world.
     """
     path = os.path.join(directory, "store")
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         from torchestra.interop.torch_distributed import worlds
 
         worlds.join_world(rank, size, timeout_s, path)
@@ -52,7 +52,7 @@ def join_as_process(world: str, rank: int, size: int, timeout_s: float, director
 @contextlib.contextmanager
 def thread_worlds(world: str) -> Iterator[Any]:
     """Prepare this process for ranks that are threads; yield the ``store`` for :func:`join_as_thread`."""
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         from torchestra.interop.torch_distributed import worlds
 
         with worlds.worlds_of_threads():
@@ -63,7 +63,7 @@ def thread_worlds(world: str) -> Iterator[Any]:
 
 def join_as_thread(world: str, rank: int, size: int, timeout_s: float, store: Any) -> None:
     """Join the default group on a rank that is a thread."""
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         from torchestra.interop.torch_distributed import worlds
 
         worlds.join_world(rank, size, timeout_s, store)
@@ -73,7 +73,7 @@ def join_as_thread(world: str, rank: int, size: int, timeout_s: float, store: An
 
 def leave(world: str) -> None:
     """Destroy the groups that the rank still has."""
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         from torchestra.interop.torch_distributed import worlds
 
         worlds.leave_world()
@@ -83,7 +83,7 @@ def leave(world: str) -> None:
 
 def sequence_number(world: str) -> int | None:
     """Return how many operations of the default group this rank has called; None without a group."""
-    if world == TORCH:
+    if world in TORCH_WORLDS:
         from torchestra.interop.torch_distributed import worlds
 
         return worlds.sequence_number()

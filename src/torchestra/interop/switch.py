@@ -64,7 +64,7 @@ def _on_torchestra(original: Callable[..., Any]) -> Callable[..., Any]:
         known = set(c10d._world.pg_map)
         group, store = original(*call.args, **call.kwargs)
         if group is not c10d.GroupMember.NON_GROUP_MEMBER and group not in known:
-            group.pose_as(_GLOO)
+            group.report_as(_GLOO)
             c10d._world.pg_map[group] = (backend, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
             if _telling and not len(ranks):

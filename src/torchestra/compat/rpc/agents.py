@@ -18,10 +18,13 @@ class RpcAgent:
 class TensorPipeAgent(RpcAgent):
     """The worker of the calling thread's rank."""
 
-    is_static_group = True
-
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+
+    @property
+    def is_static_group(self) -> bool:
+        """Return whether no workers join and leave."""
+        return self._agent.router.members is None
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
         """Return the worker with a name or rank; this one by default."""
@@ -29,7 +32,7 @@ class TensorPipeAgent(RpcAgent):
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return all workers."""
-        return list(self._agent.workers)
+        return self._agent.current_workers()
 
     def get_debug_info(self) -> dict[str, str]:
         """Return the counts of calls and threads."""

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
-import torch
 from torch.futures import Future
 
 from torchestra import rpc
+from torchestra.compat.futures import wait_all
 from torchestra.compat.rpc.agents import TensorPipeAgent
 from torchestra.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _run_pickled
 from torchestra.errors import RemoteReferenceError, RpcError
@@ -119,7 +119,7 @@ def _wait_all() -> Iterator[None]:
         yield
     finally:
         try:
-            torch.futures.wait_all(_thread_local_var.future_list)
+            wait_all(_thread_local_var.future_list)
         finally:
             del _thread_local_var.future_list
 
@@ -215,6 +215,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             one after they should have dropped them.
     """
     agent = _get_current_rpc_agent()
+    if not agent.is_static_group:
+        rpc.shutdown(graceful, timeout)
+        return
     try:
         if graceful:
             _wait_all_workers(timeout)

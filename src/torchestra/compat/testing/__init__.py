@@ -6,12 +6,12 @@ That is, from ``torch.testing._internal.common_distributed``, ``.dist_utils``,
 
 from __future__ import annotations
 
-from torchestra.compat.testing import cases, conditions, rpc_cases, surroundings
+from torchestra.compat.testing import cases, conditions, environment, rpc_cases
 from torchestra.compat.testing.cases import *  # noqa: F403
 from torchestra.compat.testing.conditions import *  # noqa: F403
 from torchestra.compat.testing.conditions import skip_if_rocm_multiprocess
+from torchestra.compat.testing.environment import *  # noqa: F403
 from torchestra.compat.testing.rpc_cases import *  # noqa: F403
-from torchestra.compat.testing.surroundings import *  # noqa: F403
 from torchestra.store import FakeStore
 from torchestra.testing import (
     TEST_SKIPS,
@@ -49,4 +49,4 @@ __all__ = [
 __all__ += cases.__all__
 __all__ += conditions.__all__
 __all__ += rpc_cases.__all__
-__all__ += surroundings.__all__
+__all__ += environment.__all__

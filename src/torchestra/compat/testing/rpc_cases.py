@@ -37,7 +37,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 INIT_METHOD_TEMPLATE = "file://{file_name}"
-_NAP_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 def tp_transports() -> Sequence[str] | None:
@@ -110,7 +110,7 @@ def wait_until_node_failure(rank: int, expected_error_regex: str = ".*") -> str:
         except Exception as error:
             if re.search(expected_error_regex, str(error)):
                 return str(error)
-        time.sleep(_NAP_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def wait_until_pending_futures_and_users_flushed(timeout: float = 20) -> None:
@@ -127,7 +127,7 @@ def wait_until_pending_futures_and_users_flushed(timeout: float = 20) -> None:
             return
         if time.monotonic() > deadline:
             raise ValueError(f"Timed out waiting to flush pending futures and users, had {pending}")
-        time.sleep(_NAP_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
@@ -154,7 +154,7 @@ def wait_until_owners_and_forks_on_rank(
                 f"Timed out waiting {timeout} sec for {num_owners} owners and {num_forks} forks on rank, had"
                 f" {found[0]} owners and {found[1]} forks"
             )
-        time.sleep(_NAP_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:

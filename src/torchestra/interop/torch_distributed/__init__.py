@@ -8,6 +8,8 @@ See docs/interop.md.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchestra.interop.registration import BACKEND, register_backend
 from torchestra.interop.torch_distributed.adoption import adopt, use
 from torchestra.interop.torch_distributed.functions import serve_functions
@@ -20,6 +22,7 @@ __all__ = [
     "TorchestraGroup",
     "TorchestraWork",
     "adopt",
+    "debug_handlers",
     "inner_group",
     "monitored_barrier",
     "register",
@@ -35,6 +38,20 @@ def register() -> None:
     """
     register_backend(create_group)
     serve_functions()
+
+
+def debug_handlers() -> list[Any]:
+    """Return the pages of torch's debug server, and one more: torchestra's operations on this host.
+
+    They are for ``torch.distributed.debug.start_debug_server(handlers=...)``, on every rank; rank 0's are
+    shown. The page reads the flight records of rank 0's host from outside, also while the ranks hang.
+
+    Raises:
+        ImportError: what torch's own pages need is not installed: Jinja2 and tabulate.
+    """
+    from torchestra.interop.torch_distributed import debug_page
+
+    return debug_page.pages()
 
 
 register()

@@ -21,7 +21,7 @@ from torchestra.interop.torch_distributed.registry import default_group, enter_g
 from torchestra.interop.torch_distributed.rendezvous import ranks_are_threads, rendezvous
 from torchestra.interop.torch_distributed.torch_store import AdoptedStore
 from torchestra.process_group import ProcessGroup
-from torchestra.world.init import register
+from torchestra.world.registration import register
 from torchestra.world.registry import own_world
 
 
@@ -63,6 +63,11 @@ def adopt() -> distributed.ProcessGroup:
             f"adopt: torch.distributed has one world in a process, and this rank's backend is"
             f" {inner.backend!r}; run ranks as processes"
         )
+    if inner.supports_reconfigure:
+        raise InvalidArgumentError(
+            "adopt: torchestra's default group can be reconfigured, which torch.distributed would not notice;"
+            " make it by torch.distributed.init_process_group(enable_reconfigure=True)"
+        )
     known: Any = default_group()
     if known is not None:
         if not isinstance(known, AdoptedGroup):
@@ -76,7 +81,7 @@ def adopt() -> distributed.ProcessGroup:
     store = c10d.PrefixStore("adopted", AdoptedStore(inner.get_group_store()))
     group = AdoptedGroup(inner, store)
     backend = "gloo" if is_on() else BACKEND
-    group.pose_as(backend)
+    group.report_as(backend)
     group.setGroupDesc("default_pg")
     devices = distributed.distributed_c10d.BackendConfig(distributed.Backend(backend))
     enter_group(group, backend, str(devices), store, range(inner.size()), next_name())

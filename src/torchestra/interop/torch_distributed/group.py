@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d_python
 
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
@@ -20,9 +21,11 @@ from torchestra.communicator.host_staging import POSSIBLE
 from torchestra.errors import DistBackendError, DistError, InvalidArgumentError
 from torchestra.interop.registration import BACKEND
 from torchestra.interop.torch_distributed.errors import as_torch_error
+from torchestra.interop.torch_distributed.hooks import Hook, OperationHooks
 from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
-from torchestra.interop.torch_distributed.rendezvous import rendezvous
+from torchestra.interop.torch_distributed.rendezvous import rendezvous, without_peers
+from torchestra.interop.torch_distributed.works import TorchestraWork
 from torchestra.process_group import ProcessGroup
 from torchestra.types import Timeout
 
@@ -47,9 +50,12 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     """
 
     supports_splitting = True
-    supports_coalescing = True
+    # Asked by batch_isend_irecv(). If one of its messages is refused within a coalesced block (torch 2.15),
+    # torch leaves the block open: it collects later operations, and never runs them.
+    supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = True
+    supports_window = supports_abort_hooks = False  # asked since torch 2.14
 
     def __init__(self, inner: ProcessGroup, store: c10d.Store, backend_options: Any = None) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -66,6 +72,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         # The backend requested by device; known once torch has registered the group.
         self._requested: dict[str, str] | None = None
         self._device_groups: dict[str, distributed.ProcessGroup] = {}
+        self._hooks = OperationHooks()
         # For the fast paths; set once it is known that the group serves the CPU.
         self._fast_path: Communicator | None = None
         self._block: CoalescedBlock | None = None
@@ -95,9 +102,9 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class that ``isinstance`` also accepts: torch and libraries check for Gloo's class."""
-        return _POSES[self._backend_name]
+        return _REPORTED_TYPES[self._backend_name]
 
-    def pose_as(self, backend: str) -> None:
+    def report_as(self, backend: str) -> None:
         """Take the name and the class of another backend, which this group replaces."""
         self._backend_name = backend
         self._own_names.add(backend)
@@ -147,11 +154,72 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     _set_default_timeout = set_timeout
 
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Extend the next operation's time-out where other backends serve a device (torch since 2.15)."""
+        other: Any  # torch 2.13 declares no such method
+        for other in self._device_groups.values():
+            other._add_ephemeral_timeout(timeout)
+
     def _get_sequence_number_for_group(self) -> int:
         return self.inner.get_sequence_number_for_group()
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the ranks' sequence numbers agree since the group was made."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Refuse, as Gloo does: the flight record of :attr:`inner` has the times of all operations."""
+        raise as_torch_error(
+            DistBackendError(
+                f"Backend {self._backend_name} is missing implementation of enableCollectivesTiming:"
+                " torchestra records all times, see torchestra.flight_record(inner_group(group))"
+            )
+        )
+
+    # -- hooks, as torch has them since 2.14
+
+    def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
+        """Call a function before each operation of this rank, with torch's ``PreHookArgs``.
+
+        An exception of the function ends the call of the operation, which does not begin.
+
+        Args:
+            hook_id: a number of the program's choice; a hook that was registered by it is replaced.
+            hook: the function.
+        """
+        self._fast_path = None
+        self._hooks.before[hook_id] = hook
+
+    def register_post_hook(self, hook_id: int, hook: Hook) -> None:
+        """Call a function after each operation has begun, with torch's ``PostHookArgs``, which has the Work.
+
+        Args:
+            hook_id, hook: as :meth:`register_pre_hook` takes them.
+        """
+        self._fast_path = None
+        self._hooks.after[hook_id] = hook
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Remove a hook; do nothing if there is none of this number."""
+        self._hooks.before.pop(hook_id, None)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Remove a hook; do nothing if there is none of this number."""
+        self._hooks.after.pop(hook_id, None)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise as_torch_error(DistBackendError(f"Backend {self._backend_name} does not support {what}"))
+
+    def register_abort_hook(self, hook_id: int, hook: Any) -> None:
+        """Refuse, as Gloo does."""
+        self._refuse("register_abort_hook")
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Refuse, as Gloo does."""
+        self._refuse("unregister_abort_hook")
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
+        """Refuse, as Gloo does."""
+        self._refuse("new_window")
 
     # -- devices
 
@@ -168,7 +236,8 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         kind = torch.device(device).type
         if (other := self._other_group_on(kind)) is not None:
             return other._get_backend(torch.device(device))
-        if kind != "cpu" and not (kind == "cuda" and POSSIBLE):
+        # Operations on meta tensors have fake results. batch_isend_irecv() asks for their backend since 2.15.
+        if kind not in ("cpu", "meta") and not (kind == "cuda" and POSSIBLE):
             raise RuntimeError(f"No backend type associated with device type {kind}")
         return self
 
@@ -178,6 +247,12 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         backend = BACKEND if self._requested is None else self._requested.get(device, BACKEND)
         if backend in self._own_names:
             return None
+        if self.supports_reconfigure:
+            raise as_torch_error(
+                DistBackendError(
+                    f"{self!r} can be reconfigured, so no other backend ({backend}) serves {device}"
+                )
+            )
         if device not in self._device_groups:
             member = Membership(
                 self._store,
@@ -195,7 +270,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def _read_requested(self) -> None:
         if self._requested is None:
             self._requested = backends_by_device(self)
-        if self._requested is not None and self._requested.get("cpu") in self._own_names:
+        if self._requested is not None and self._requested.get("cpu") in self._own_names and not self._hooks:
             self._fast_path = self.inner.communicator
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -248,7 +323,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         asked.group_id = name
         asked.global_ranks_in_group = [self.inner.ranks[rank] for rank in members]
         group = TorchestraGroup(rendezvous(asked), asked.store, self._backend_options)
-        group.pose_as(self._backend_name)
+        group.report_as(self._backend_name)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
@@ -271,8 +346,38 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         except DistError as error:
             raise as_torch_error(error) from error.__cause__
         group = TorchestraGroup(inner, self._store, self._backend_options)
-        group.pose_as(self._backend_name)
+        group.report_as(self._backend_name)
         return group
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Return whether the group was made with ``enable_reconfigure=True``, for torch since 2.14."""
+        return self.inner.supports_reconfigure
+
+    def get_reconfigure_handle(self) -> str:
+        """Return this rank's handle; see :meth:`torchestra.ProcessGroup.get_reconfigure_handle`."""
+        try:
+            return self.inner.get_reconfigure_handle()
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+
+    def reconfigure(self, opts: Any) -> TorchestraWork:
+        """Make this group one of other ranks; see :meth:`torchestra.ProcessGroup.reconfigure`.
+
+        Args:
+            opts: torch's ``ReconfigureOptions``: ``uuid``, ``handles``, ``timeout`` and ``hints``.
+        """
+        # Its operations go to the group's present communicator; the next ones look which that is.
+        self._fast_path, self._block = None, None
+        try:
+            work = self.inner.reconfigure(opts.uuid, opts.handles, opts.timeout, opts.hints)
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        self._rank, self._size = self.inner.rank(), self.inner.size()
+        if self in c10d_python._world.pg_group_ranks:
+            c10d_python._world.pg_group_ranks[self] = {rank: rank for rank in range(self._size)}
+        self._read_requested()
+        return TorchestraWork(work)
 
     def move_to(self, store: c10d.Store) -> None:
         """Use another store for parts of the group, and for groups of other devices."""
@@ -300,11 +405,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         self._device_groups.clear()
 
     def __repr__(self) -> str:
-        place = f"rank {self._rank} of {self._size}"
-        return f"<TorchestraGroup {self._name!r}: {place}>"
+        rank = f"rank {self._rank} of {self._size}"
+        return f"<TorchestraGroup {self._name!r}: {rank}>"
 
 
-_POSES: dict[str, type] = {
+_REPORTED_TYPES: dict[str, type] = {
     BACKEND: TorchestraGroup,
     "gloo": getattr(distributed, "ProcessGroupGloo", TorchestraGroup),
 }
@@ -321,7 +426,9 @@ def create_group(options: Any, backend_options: Any) -> TorchestraGroup:
         DistBackendError: this torch is too old, or the ranks did not meet.
     """
     _check_torch()
-    group = TorchestraGroup(rendezvous(options), options.store, backend_options)
+    asked = any(getattr(given, "enable_reconfigure", False) for given in (options, backend_options))
+    inner = without_peers(options) if asked else rendezvous(options)
+    group = TorchestraGroup(inner, options.store, backend_options)
     group._registered = True
     return group
 

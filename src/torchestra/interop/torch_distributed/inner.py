@@ -49,5 +49,5 @@ def monitored_barrier(
 def _torchestra_group(group: distributed.ProcessGroup | None) -> TorchestraGroup:
     chosen = distributed.group.WORLD if group is None else group
     if not isinstance(chosen, TorchestraGroup):
-        raise InvalidArgumentError(f'{chosen!r} is no group of backend "torchestra"')
+        raise InvalidArgumentError(f'{chosen!r} is not a group of backend "torchestra"')
     return chosen

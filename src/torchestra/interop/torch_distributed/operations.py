@@ -17,19 +17,29 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from torchestra.communicator.comm_debug import count, is_watched, modes_on
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.queue import CoalescedOperation, describe_coalesced
 from torchestra.communicator.work import Work
-from torchestra.errors import DistError
+from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.interop.torch_distributed.errors import as_torch_error
-from torchestra.interop.torch_distributed.options import in_our_terms, reduction
+from torchestra.interop.torch_distributed.hooks import OperationHooks
+from torchestra.interop.torch_distributed.options import convert_argument, reduction
 from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraWork, joined
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.forms import FORMS
+from torchestra.process_group.tensor_lists import check_pieces
 from torchestra.types import ReduceOp, Timeout
 
 _SUM: Any = c10d.ReduceOp.SUM
 _UNSET = timedelta(milliseconds=-1)
+_BLOCKS = {"allgather_into_tensor": "_allgather_base_", "reduce_scatter_tensor": "_reduce_scatter_base_"}
+_OPERATORS = {
+    form.name: _BLOCKS.get(form.name, f"{form.name}_")
+    for form in FORMS
+    if hasattr(torch.ops.c10d, _BLOCKS.get(form.name, f"{form.name}_"))
+}
+"""By method: torch's operator for it, which passes the dispatcher where a group is C++."""
 
 
 class CoalescedBlock:
@@ -70,6 +80,8 @@ class Operations:
 
     inner: ProcessGroup
     _size: int
+    _hooks: OperationHooks
+    # None while the group has hooks.
     _fast_path: Communicator | None
     _block: CoalescedBlock | None
 
@@ -86,15 +98,23 @@ class Operations:
 
     def _forward(self, name: str, torch_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the same method of torchestra's group, or torch's of the group that serves the device."""
+        if self._hooks:
+            return self._hooks.around(name, args, kwargs, lambda: self._begin(name, torch_name, args, kwargs))
+        return self._begin(name, torch_name, args, kwargs)
+
+    def _begin(self, name: str, torch_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         other = self._other_group_for([*args, *kwargs.values()])
         if other is not None:
             return getattr(other, torch_name)(*args, **kwargs)
         try:
             work = getattr(self.inner, name)(
-                *map(in_our_terms, args), **{key: in_our_terms(value) for key, value in kwargs.items()}
+                *map(convert_argument, args),
+                **{key: convert_argument(value) for key, value in kwargs.items()},
             )
         except DistError as error:
             raise as_torch_error(error) from error.__cause__
+        if modes_on() and (operator := _OPERATORS.get(name)) is not None:
+            count(operator)
         return TorchestraWork(work)
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +122,7 @@ class Operations:
         fast = self._fast_path
         if (
             fast is not None
+            and not (modes_on() and is_watched())
             and opts.__class__ is c10d.AllreduceOptions
             and tensors.__class__ is list
             and len(tensors) == 1
@@ -120,6 +141,7 @@ class Operations:
         fast = self._fast_path
         if (
             fast is not None
+            and not (modes_on() and is_watched())
             and opts.__class__ is c10d.BroadcastOptions
             and tensors.__class__ is list
             and len(tensors) == 1
@@ -136,7 +158,13 @@ class Operations:
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Put every rank's tensor, one after the other, into the output."""
         fast = self._fast_path
-        if fast is not None and opts.__class__ is c10d.AllgatherOptions and output.is_cpu and input.is_cpu:
+        if (
+            fast is not None
+            and not (modes_on() and is_watched())
+            and opts.__class__ is c10d.AllgatherOptions
+            and output.is_cpu
+            and input.is_cpu
+        ):
             try:
                 work = fast.all_gather_into_tensor(output, input, opts.asyncOp, _seconds(opts))
             except DistError as error:
@@ -149,6 +177,7 @@ class Operations:
         fast = self._fast_path
         if (
             fast is not None
+            and not (modes_on() and is_watched())
             and opts.__class__ is c10d.ReduceScatterOptions
             and output.is_cpu
             and input.is_cpu
@@ -174,6 +203,7 @@ class Operations:
         fast = self._fast_path
         if (
             fast is not None
+            and not (modes_on() and is_watched())
             and opts.__class__ is c10d.AllToAllOptions
             and not output_split_sizes
             and not input_split_sizes
@@ -199,6 +229,16 @@ class Operations:
             return FinishedWork([]) if work is None else TorchestraWork(work)
         return self._forward("barrier", "barrier", (opts,), kwargs)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:  # noqa: A002
+        """Put every rank's tensor, one after the other, into the root's output (torch since 2.15)."""
+        outputs = []
+        if opts.rootRank == self.inner.rank():
+            check_pieces(output, input, self._size, "gather_single")
+            if not output.is_contiguous():
+                raise InvalidArgumentError("gather_single: the output must be contiguous")
+            outputs = [list(output.view(self._size, *input.shape).unbind(0))]
+        return self._forward("gather", "gather", (outputs, [input], opts), {})
+
     # -- messages, and the rest
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
@@ -214,6 +254,11 @@ class Operations:
         return self._message("recv_anysource", tensors, tag)
 
     def _message(self, name: str, *args: Any) -> Any:
+        if self._hooks:
+            return self._hooks.around(name, args, {}, lambda: self._begin_message(name, args))
+        return self._begin_message(name, args)
+
+    def _begin_message(self, name: str, args: Sequence[Any]) -> Any:
         other = self._other_group_for(args)
         if other is not None:
             return getattr(other, name)(*args)

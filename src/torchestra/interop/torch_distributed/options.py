@@ -12,11 +12,11 @@ from torchestra.arguments.options import OperationOptions
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 
-# The values of BXOR and so on; the names are the same.
+# The values of BXOR and so on; the names are the same. One of ours alone has no value here.
 _REDUCTIONS: dict[int, ReduceOp] = {
     int(getattr(c10d.ReduceOp.RedOpType, name)): getattr(ReduceOp, name)
     for name in ReduceOp._NAMES
-    if name != "PREMUL_SUM"
+    if hasattr(c10d.ReduceOp.RedOpType, name) and name != "PREMUL_SUM"
 }
 _OPTIONS: dict[type, type[OperationOptions]] = {
     getattr(c10d, name): getattr(our, name)
@@ -40,7 +40,7 @@ def reduction(op: Any) -> ReduceOp:
     raise InvalidArgumentError(f"torchestra has no reduce operation {op}")
 
 
-def in_our_terms(value: Any) -> Any:
+def convert_argument(value: Any) -> Any:
     """Convert an argument of a method of torch's groups for the same method of torchestra's."""
     kind = _OPTIONS.get(type(value))
     if kind is not None:

@@ -85,8 +85,8 @@ def _backend(backend: str, store: Store, member: Membership) -> Any:
     plugin = c10d.Backend._plugins.get(backend.upper())
     if plugin is None:
         raise InvalidArgumentError(
-            f'backend {backend!r} cannot be had here beside "torchestra"; there are "nccl" and "gloo" where'
-            " torch has them, and registered ones"
+            f'backend {backend!r} is not available here beside "torchestra"; available are "nccl" and'
+            ' "gloo" where torch has them, and registered ones'
         )
     if not plugin.extended_api:
         return plugin.creator_fn(store, member.rank, member.size, member.timeout)

@@ -10,8 +10,10 @@ from torchestra.arguments.options import GroupOptions
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.process_group import ProcessGroup
+from torchestra.process_group.reconfigurable import reconfigurable_group
 from torchestra.store.secret import job_secret
 from torchestra.store.torch_agent import TorchStore
+from torchestra.types import timeout_seconds
 
 
 def rendezvous(options: Any) -> ProcessGroup:
@@ -31,6 +33,29 @@ def rendezvous(options: Any) -> ProcessGroup:
             size,
             GroupOptions(options.timeout, backend="threads" if ranks_are_threads() else "native"),
             name=f"torch-{options.group_id}-{again}",
+            ranks=list(options.global_ranks_in_group) or None,
+        )
+    except DistError as error:
+        raise as_torch_error(error) from error.__cause__
+
+
+def without_peers(options: Any) -> ProcessGroup:
+    """Return a group that has no peers until it is reconfigured; meet nobody.
+
+    Raises:
+        DistBackendError: this rank's store cannot be served; an error of both libraries.
+    """
+    backend = "threads" if ranks_are_threads() else "native"
+    seconds = timeout_seconds(options.timeout)
+    try:
+        return reconfigurable_group(
+            options.group_rank,
+            options.group_size,
+            f"torch-{options.group_id}",
+            GroupOptions(seconds, backend=backend),
+            backend=backend,
+            timeout_s=seconds,
+            store=TorchStore(options.store, proves=job_secret(None)),
             ranks=list(options.global_ranks_in_group) or None,
         )
     except DistError as error:

@@ -20,9 +20,11 @@ _c10d: Any = _distributed_c10d
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
-def serve_gloo() -> None:
-    """Make torchestra serve "gloo" in this process, without logging that it does."""
-    if not switch.is_on():
+def serve_gloo(*, by_us: bool = True) -> None:
+    """Make torchestra serve "gloo" in this process, without logging that it does; or leave it to Gloo."""
+    if not by_us:
+        switch.turn_off()
+    elif not switch.is_on():
         switch.turn_on(telling=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.compat.running import run_again
+from torchestra.compat.running import run_in_child
 
 if __name__ == "__mp_main__":
-    run_again(globals())
+    run_in_child(globals())
