@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, autograd, device_mesh, functional, nn, optim, rpc, sharded
+from . import algorithms, autograd, device_mesh, elastic, functional, nn, optim, rpc, sharded
 from .arguments.options import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -14,6 +14,7 @@ from .arguments.options import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from .collectives.breakpoints import breakpoint  # noqa: A004
 from .collectives.coalescing import (
     CoalescingManager,
     P2POp,
@@ -68,6 +69,7 @@ from .collectives.persistent import (
 )
 from .collectives.shared_tensors import empty, full, ones, zeros
 from .collectives.sharing import share_, share_module_, use_shared_allocator
+from .communicator.profiling import record_comm
 from .communicator.work import Work
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
@@ -111,9 +113,10 @@ from .launcher import RayOptions, launch
 from .nn.parallel import BuiltinCommHookType, GradBucket
 from .process_group import NonMember, ProcessGroup, RoundRobinGroup
 from .rendezvous import register_rendezvous_handler
-from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
+from .store import FakeStore, FileStore, HashStore, PrefixStore, ReplicatedStore, Store, TCPStore
 from .types import ReduceOp
 from .world.backend_info import (
+    Backend,
     abort_process_group,
     default_pg_timeout,
     get_backend,
@@ -145,6 +148,7 @@ from .world.init import (
     is_available,
     is_initialized,
 )
+from .world.joining import join
 from .world.new_groups import new_group
 from .world.shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
 from .world.subgroups import new_subgroups, new_subgroups_by_enumeration, split_group
@@ -156,6 +160,7 @@ __all__ = [
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
     "AllreduceOptions",
+    "Backend",
     "BackwardError",
     "BarrierOptions",
     "BroadcastOptions",
@@ -209,6 +214,7 @@ __all__ = [
     "RemoteError",
     "RemoteNameError",
     "RemoteReferenceError",
+    "ReplicatedStore",
     "RoundRobinGroup",
     "RpcError",
     "RpcTimeoutError",
@@ -239,6 +245,7 @@ __all__ = [
     "autograd",
     "barrier",
     "batch_isend_irecv",
+    "breakpoint",
     "broadcast",
     "broadcast_init",
     "broadcast_object_list",
@@ -246,6 +253,7 @@ __all__ = [
     "default_pg_timeout",
     "destroy_process_group",
     "device_mesh",
+    "elastic",
     "empty",
     "exscan",
     "flight_record",
@@ -277,6 +285,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "join",
     "launch",
     "monitored_barrier",
     "new_group",
@@ -285,6 +294,7 @@ __all__ = [
     "nn",
     "ones",
     "optim",
+    "record_comm",
     "recv",
     "recv_init",
     "recv_object_list",

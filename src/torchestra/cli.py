@@ -25,8 +25,13 @@ COMMANDS: dict[str, Command] = {
     "run": Command("torchestra.launcher.command", "start a script on several ranks of this host"),
     "bench": Command("torchestra.monitor.bench", "time torchestra's operations on this machine"),
     "tune": Command("torchestra.monitor.tune", "measure this machine once, so that operations suit it"),
+    "calibrate": Command(
+        "torchestra.performance.calibrate", "measure this machine, a link and a training step into a file"
+    ),
+    "simulate": Command("torchestra.performance.command", "predict how long a job takes on many hosts"),
     "top": Command("torchestra.monitor.top", "show what the ranks of a running job do"),
     "report": Command("torchestra.monitor.report", "write what the ranks of a job did last, as a trace"),
+    "metrics": Command("torchestra.monitor.metrics", "serve what the jobs of this host do to Prometheus"),
     "doctor": Command("torchestra.monitor.doctor", "show what torchestra finds on this machine"),
 }
 

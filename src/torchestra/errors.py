@@ -68,16 +68,16 @@ __all__ = [
 ]
 
 
-_MOST_SHOWN = 100
+_MAX_SHOWN = 100
 
 
-class _Brief(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Shows the first elements of containers, and no elements of tensors, whose memory may be gone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = self.maxarray = 16
-        self.maxstring = self.maxlong = self.maxother = _MOST_SHOWN
+        self.maxstring = self.maxlong = self.maxother = _MAX_SHOWN
 
     def repr1(self, x: Any, level: int) -> str:
         torch = sys.modules.get("torch")
@@ -89,11 +89,11 @@ class _Brief(reprlib.Repr):
 def shown(value: object) -> str:
     """Return a value as text for messages: on one line, not too long, even if its ``repr`` raises."""
     try:
-        text = _Brief().repr(value)
+        text = _ShortRepr().repr(value)
     except Exception:
         return f"<{type(value).__name__}>"
     text = " ".join(text.split()).encode(errors="backslashreplace").decode()
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
 def named(ranks: Sequence[int], most: int | None = None) -> str:
@@ -364,7 +364,7 @@ class InvalidShapeError(InvalidArgumentError, AssertionError):
     """
 
 
-class UnknownDimensionError(InvalidArgumentError, KeyError):
+class UnknownDimensionError(InvalidArgumentError, KeyError, IndexError):
     """A mesh has no dimension of that name, or not at that position."""
 
     def __str__(self) -> str:

@@ -247,9 +247,9 @@ class _Checker:
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Check a call's arguments; return the positional ones in the form for the function."""
         changed: list[Any] | None = None
-        for place, value in enumerate(args):
-            if place < len(self.positional):
-                parameter, rule = self.positional[place]
+        for index, value in enumerate(args):
+            if index < len(self.positional):
+                parameter, rule = self.positional[index]
             elif self.rest is not None:
                 parameter, rule = self.rest
             else:
@@ -259,7 +259,7 @@ class _Checker:
             taken = rule.taken(value, parameter, self.name)
             if taken is not value:
                 changed = changed or list(args)
-                changed[place] = taken
+                changed[index] = taken
         for parameter, value in kwargs.items():
             named = self.rules.get(parameter)
             if named is not None and value.__class__ not in named.exact:

@@ -228,15 +228,15 @@ def _knows_users() -> bool:
 
 
 def _kernels() -> CheckResult:
-    from torchestra.engine.native.object_files import object_name, place_of, prebuilt_level
+    from torchestra.engine.native.object_files import directory_of, object_name, prebuilt_level
 
-    place, refused = choose()
+    directory, refused = choose()
     remarks = [f"not used: {each}" for each in refused]
-    if found := place_of(object_name()):
+    if found := directory_of(object_name()):
         return CheckResult("kernels", f"compiled, in {found}", "; ".join(remarks))
     if level := prebuilt_level():
         return CheckResult("kernels", f"of the wheel, for {level} processors", "; ".join(remarks))
-    if place is None:
+    if directory is None:
         return CheckResult("kernels", "compiled by every process, in memory", "; ".join(remarks))
     remarks.append("the first run compiles them, or torchestra doctor --compile now")
-    return CheckResult("kernels", f"to be compiled, into {place.folder}", "; ".join(remarks))
+    return CheckResult("kernels", f"to be compiled, into {directory.folder}", "; ".join(remarks))

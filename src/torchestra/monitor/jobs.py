@@ -7,15 +7,16 @@ A job registers nowhere, so nothing is left when it is killed. Every rank keeps 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchestra.engine.failure.liveness import process_start
 from torchestra.engine.memory.foreign import ForeignArena
-from torchestra.engine.memory.mapping import close
+from torchestra.engine.memory.mapping import close, open_to_read
 from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.launcher.membership_file import read_membership
 from torchestra.launcher.open_arenas import PROC, open_arenas
 
 _PROC = PROC
@@ -72,6 +73,12 @@ class Job:
             return " ".join(word.decode(errors="replace") for word in words)
         return "?"
 
+    @property
+    def membership(self) -> dict[str, Any] | None:
+        """Return what the job's launcher tells of members and restarts; None if the job is not elastic."""
+        told = (read_membership(pid, _PROC) for pid in _ancestry(self.pid))
+        return next((each for each in told if each is not None), None)
+
     def was_started_by(self, pid: int) -> bool:
         """Return whether a process started a rank, directly or not, as the launcher and its shell did."""
         return any(pid in _ancestry(rank) for rank in self.pids)
@@ -123,7 +130,7 @@ def choose_job(pid: int | None) -> Job:
                 f"process {pid} has started {len(meant)} jobs: choose one with --job{_listed(meant)}"
             )
         raise InvalidArgumentError(
-            f"process {pid} is of no job of this user that runs on this host{_listed(jobs)}{refused}"
+            f"process {pid} belongs to no running job of this user on this host{_listed(jobs)}{refused}"
         )
     if not jobs:
         raise InvalidArgumentError(f"no job of this user runs on this host{refused}")
@@ -142,7 +149,7 @@ def _ranks_of(job: Job) -> str:
 
 
 def _opened(path: Path) -> ForeignArena:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_to_read(path)
     try:
         return ForeignArena(descriptor)
     finally:

@@ -19,7 +19,7 @@ Make = Callable[[int], torch.Tensor]
 
 SEND_RECV = "send_recv"
 _BATCH_S = 100e-6  # shorter calls are timed in batches: reading the clock takes a twentieth of a call
-_FEWEST_BATCHES, _MOST_BATCHES = 3, 10_000
+_MIN_BATCHES, _MAX_BATCHES = 3, 10_000
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,23 @@ def time_operations(cells: Sequence[Cell], seconds_per_cell: float, symmetric: b
     """
     dist.init_process_group()
     try:
-        return [_time(_prepare(cell, symmetric), seconds_per_cell) for cell in cells]
+        return [time_call(prepare(cell, symmetric), seconds_per_cell) for cell in cells]
     finally:
         dist.destroy_process_group()
 
 
-def _prepare(cell: Cell, symmetric: bool) -> Call:
-    """Make the tensors of a cell, and return the call to time."""
+def prepare(cell: Cell, symmetric: bool = False, group: Any = None) -> Call:
+    """Make the tensors of a cell, and return the call to time.
+
+    Args:
+        symmetric: whether the tensors are in the group's memory (:func:`torchestra.empty`).
+        group: of the ranks that call, the default group's rank 0 among them; None for that group. Messages
+            are timed in the default group only.
+    """
     row = COLLECTIVES.get(cell.operation)
     if row is not None and row.input is None:
-        return partial(getattr(dist, row.name))
-    ranks, dtype = dist.get_world_size(), getattr(torch, cell.dtype)
+        return partial(getattr(dist, row.name), **_in_group(group))
+    ranks, dtype = dist.get_world_size(group), getattr(torch, cell.dtype)
     # A whole number of elements for each rank, so that every operation can divide them.
     count = max(1, cell.nbytes // dtype.itemsize // ranks) * ranks
 
@@ -75,12 +81,12 @@ def _prepare(cell: Cell, symmetric: bool) -> Call:
         tensor: torch.Tensor = empty(elements, dtype=dtype)
         return tensor.fill_(0)
 
-    return _message(count, make) if row is None else _collective(row, count, make)
+    return _message(count, make) if row is None else _collective(row, count, make, group)
 
 
-def _collective(row: Collective, count: int, make: Make) -> Call:
+def _collective(row: Collective, count: int, make: Make, group: Any) -> Call:
     """Return a call of a row's public function with ``count`` elements on each rank."""
-    ranks, is_root = dist.get_world_size(), dist.get_rank() == 0
+    ranks, is_root = dist.get_world_size(group), dist.get_rank() == 0
     assert row.input is not None
     assert row.output is not None
     piece = count // ranks if row.input.is_list else count
@@ -92,7 +98,11 @@ def _collective(row: Collective, count: int, make: Make) -> Call:
         arguments[parameter.name] = value if is_root or not parameter.on_root else None
     if row.root:
         arguments[row.root] = 0
-    return partial(getattr(dist, row.name), **arguments)
+    return partial(getattr(dist, row.name), **arguments, **_in_group(group))
+
+
+def _in_group(group: Any) -> dict[str, Any]:
+    return {} if group is None else {"group": group}
 
 
 def _message(count: int, make: Make) -> Call:
@@ -109,22 +119,28 @@ def _message(count: int, make: Make) -> Call:
     return exchange
 
 
-def _time(call: Call, seconds_per_cell: float) -> Timing:
-    batch = 1
-    estimate = min(_batches(call, batch, 3))
+def time_call(call: Call, seconds: float, group: Any = None, least_batch: int = 1) -> Timing:
+    """Time a call that all ranks of a group make, for about ``seconds``; all get the same timing.
+
+    Args:
+        least_batch: so many calls or more are timed together. In one call a rank may wait for another that
+            is behind, which makes it longer than calls are on average.
+    """
+    batch = least_batch
+    estimate = min(_batches(call, batch, 3, group))
     while estimate * batch < _BATCH_S / 2:  # the first calls run with cold caches, and each reads the clock
         batch *= 8
-        estimate = min(_batches(call, batch, 3))
-    count = min(max(round(seconds_per_cell / (estimate * batch)), _FEWEST_BATCHES), _MOST_BATCHES)
-    taken = [time_s * 1e6 for time_s in _batches(call, batch, count)]
+        estimate = min(_batches(call, batch, 3, group))
+    count = min(max(round(seconds / (estimate * batch)), _MIN_BATCHES), _MAX_BATCHES)
+    taken = [time_s * 1e6 for time_s in _batches(call, batch, count, group)]
     p99 = statistics.quantiles(taken, n=100, method="inclusive")[-1]
     return Timing(statistics.median(taken), p99, min(taken), count * batch)
 
 
-def _batches(call: Call, batch: int, count: int) -> list[float]:
+def _batches(call: Call, batch: int, count: int, group: Any) -> list[float]:
     """Return the seconds per call of each of ``count`` batches, on the rank where the batch took longest."""
     call()
-    dist.barrier()
+    dist.barrier(group=group)
     taken = []
     for _ in range(count):
         start = time.perf_counter()
@@ -132,6 +148,6 @@ def _batches(call: Call, batch: int, count: int) -> list[float]:
             call()
         taken.append((time.perf_counter() - start) / batch)
     slowest = torch.tensor(taken, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     times: list[float] = slowest.tolist()
     return times

@@ -1,4 +1,4 @@
-"""``torchestra report``: the flight record of a job as a trace file, or as a page that shows it.
+"""``torchestra report``: what the flight record of a job tells, in sentences, as a page, or for other tools.
 
 The record comes from a running (or hung) job of this host, or from files that a job left: see
 TORCHESTRA_RECORD and ``torchestra run --record``.
@@ -9,31 +9,67 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchestra.engine.recorder.flight_record import read_flight_record
-from torchestra.engine.recorder.trace import merged, replacing, trace_of, write_trace
-from torchestra.errors import InvalidArgumentError
+from torchestra.engine.recorder.formats.rows import Table, table_of
+from torchestra.engine.recorder.formats.writing import FORMATS, write
+from torchestra.engine.recorder.trace import host_clock, merged, trace_of
+from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.monitor.analysis.bandwidth import measure_copies
+from torchestra.monitor.analysis.summary import GroupAnalysis, analyse, sentences
+from torchestra.monitor.diagnosis import diagnose_groups, diagnoses_in, diagnosis_sentences
 from torchestra.monitor.jobs import choose_job
+from torchestra.monitor.process_samples import sample
+from torchestra.monitor.report_page import write_page
 
-_PLACEHOLDER = "/*TRACE*/null"
+_IN_DIRECTORIES = [name for name, form in FORMATS.items() if not form.suffix]
+_SUFFIXES = (".json", *(form.suffix for form in FORMATS.values() if form.suffix))
+_PAGE = Path("report.html")
+_MAX_COPIES = 8
+_COPIES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 _EPILOG = """\
-FILE.json is in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing; FILE.html is a
-page that shows the same by itself. Both hold the last 256 collectives and 256 messages of every rank.
+Prints which rank the others wait for, and why, as far as can be seen. --html writes a page that shows it, for
+any browser. --out writes what other tools read: FILE.json is in Chrome's trace event format, for
+https://ui.perfetto.dev and chrome://tracing; FILE.csv and FILE.parquet are tables with a row for each
+operation. With --format the rest is written into a directory, a file for each rank:
 
-A running job is found by itself. What a job left when it failed or ended lies in the directory that was named
-to it by the variable TORCHESTRA_RECORD: give that directory, or files of it, with --from.
+{formats}
+
+All hold the last 256 collectives and 256 messages of every rank.
+
+A running job is found by itself, and its processes are looked at for some seconds. What a job left when it
+failed or ended lies in the directory that was named to it by the variable TORCHESTRA_RECORD: give that
+directory, or files of it, with --from.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = _EPILOG.format(
+        formats="\n".join(f"  {name:13}{FORMATS[name].summary}" for name in _IN_DIRECTORIES)
+    )
     parser.add_argument(
-        "--out", required=True, metavar="FILE", type=_out, help="what to write: FILE.json or FILE.html"
+        "--html", nargs="?", const=_PAGE, type=Path, metavar="FILE", help=f"write a page (default: {_PAGE})"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        type=Path,
+        help=f"write a file that ends in {', '.join(_SUFFIXES)}, or a directory for --format",
+    )
+    parser.add_argument(
+        "--format", choices=_IN_DIRECTORIES, help="write a file for each rank, for other tools"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="how long to look at the processes of a running job (default: 2; 0: not at all)",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -48,40 +84,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 3600 seconds, got {text}")
+    return seconds
+
+
 def main(options: argparse.Namespace) -> int:
-    """Write the file; return 1 if there is nothing to write or it cannot be written."""
+    """Print the sentences and write the files; return 1 if there is no record or a file cannot be written."""
     try:
-        trace = _live(options.job) if options.kept is None else merged(_kept(options.kept))
-        write = write_page if options.out.suffix == ".html" else write_trace
-        write(options.out, trace)
-    except (InvalidArgumentError, OSError) as error:
+        _refuse_other_files(options.out, options.format)
+        if options.kept is None:
+            trace, diagnoses = _live(options.job, options.seconds)
+        else:
+            trace = merged(_kept(options.kept))
+            diagnoses = diagnoses_in(trace)
+        for sentence in diagnosis_sentences(diagnoses):
+            print(sentence)
+        table = table_of(trace)
+        analyses = analyse(table)
+        copies = _copies(table, analyses)
+        for analysis in analyses:
+            print(f"group {analysis.group.name!r}, {analysis.group.size} ranks:")
+            for sentence in sentences(analysis, copies):
+                print(f"  {sentence}")
+        tracks = {(row.group, row.rank) for row in table.rows}
+        groups = {group for group, _ in tracks}
+        amount = f"{len(table.rows)} operations of {len(tracks)} ranks in {len(groups)} groups"
+        if not analyses:
+            print(f"no group of several ranks: {amount}")
+        if options.html is not None:
+            write_page(options.html, analyses, copies, diagnoses)
+            print(f"{options.html}: {amount}")
+        if options.out is not None:
+            write(options.out, trace, options.format)
+            print(f"{options.out}: {amount}")
+    except (DistError, OSError) as error:
         print(f"torchestra report: {error}", file=sys.stderr)
         return 1
-    tracks = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["ph"] == "X"}
-    groups = {pid for pid, _ in tracks}
-    slices = sum(event["ph"] in "Xb" for event in trace["traceEvents"])
-    print(f"{options.out}: {slices} operations of {len(tracks)} ranks in {len(groups)} groups")
     return 0
 
 
-def write_page(path: str | Path, trace: dict[str, Any]) -> None:
-    """Write a self-contained page that shows a trace: one file, which loads nothing else."""
-    template = resources.files("torchestra.monitor").joinpath("viewer.html").read_text(encoding="utf-8")
-    # No text in a script element may end the element.
-    data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
-    with replacing(path) as file:
-        file.write(template.replace(_PLACEHOLDER, data))
+def _refuse_other_files(path: Path | None, chosen: str | None) -> None:
+    if path is None:
+        if chosen is not None:
+            raise InvalidArgumentError(f"--format {chosen} needs a directory: --out DIRECTORY")
+        return
+    if chosen is None and path.suffix not in _SUFFIXES:
+        raise InvalidArgumentError(
+            f"--out must end in {', '.join(_SUFFIXES)}, or be a directory for --format, got {str(path)!r}"
+        )
+    if chosen is not None and path.suffix in _SUFFIXES:
+        raise InvalidArgumentError(f"--format {chosen} writes into a directory, got --out {path}")
 
 
-def _out(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".json", ".html"):
-        raise argparse.ArgumentTypeError(f"must end in .json or .html, got {text!r}")
-    return path
+def _live(pid: int | None, seconds: float) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the trace of a running job, with readings of its ranks' processes, and its diagnoses."""
+    groups = choose_job(pid).groups
+    samples = sample(groups, seconds) if seconds > 0 else []
+    trace = trace_of([read_flight_record(group.arena) for group in groups])
+    trace["traceEvents"] += samples
+    return trace, diagnose_groups(groups)
 
 
-def _live(pid: int | None) -> dict[str, Any]:
-    return trace_of([read_flight_record(group.arena) for group in choose_job(pid).groups])
+def _copies(table: Table, analyses: Sequence[GroupAnalysis]) -> dict[int, float] | None:
+    """Return how fast this machine copies as many bytes as the operations move; None if it was another's."""
+    sizes = sorted({each.nbytes for analysis in analyses for each in analysis.bandwidths})
+    if not sizes or table.clock != host_clock():
+        return None
+    chosen = sizes[:: -(-len(sizes) // _MAX_COPIES)]
+    return measure_copies(sorted({*chosen, sizes[-1], *_COPIES}))
 
 
 def _kept(paths: list[str]) -> list[dict[str, Any]]:
@@ -100,6 +173,7 @@ def _loaded(path: Path) -> dict[str, Any]:
         trace: dict[str, Any] = json.loads(path.read_bytes())
         events = trace["traceEvents"]
         if isinstance(events, list) and all({"ph", "pid", "tid", "name"} <= event.keys() for event in events):
+            table_of(trace)
             return trace
     except (ValueError, TypeError, KeyError, AttributeError):
         pass

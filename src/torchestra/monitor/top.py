@@ -1,6 +1,7 @@
 """``torchestra top``: show what the ranks of a running job do, how fast, and which ranks they wait for.
 
-It maps the job's arenas read-only and samples them from time to time; the job takes no part in this.
+It maps the job's arenas read-only and samples them from time to time. The ranks take no part in this, but for
+the first of this host in a group that has several: while somebody looks, it asks the other hosts.
 """
 
 from __future__ import annotations
@@ -8,90 +9,53 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
 
-from torchestra.engine.recorder.flight_entries import RankRecord
-from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
 from torchestra.errors import InvalidArgumentError
-from torchestra.monitor.jobs import Job, choose_job, find_jobs
-from torchestra.monitor.rates import RankRates, rates, straggler
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from torchestra.monitor.jobs import choose_job
+from torchestra.monitor.live.job_table import group_tables, membership_lines, title
+from torchestra.monitor.live.keyboard import Keyboard
+from torchestra.monitor.live.recording import Recording, RecordingWriter
+from torchestra.monitor.live.samples import Change, JobSample, JobSampler, changes, current_entry
+from torchestra.monitor.live.screen import Screen
 
 _EPILOG = """\
 WAITING is the share of the time that a rank has waited for others, and FOR the rank that it waited for most:
 the straggler, named below the table. Waits of some microseconds are not counted. FOR SO LONG tells how long
-the operation has been running, or when it ended. Numbers are taken between two looks.
+the operation has been running, or when it ended. Numbers are taken between two samples. Of an elastic job it
+is said who is a member, who joins, and how many ranks have been started again. Ranks on other hosts are shown
+as their hosts told last; a host that does not answer is named.
+
+Keys: up and down (or k and j) choose a rank, enter shows its page, escape leaves it, s sorts, p pauses, q
+quits, ? helps. In a replay, right and left go from sample to sample.
 """
-_ENTRIES = 16  # a rank's last entries: enough to find the message that it hangs in
-_UNITS = ("B", "KB", "MB", "GB", "TB")
-_MOST_RANKS_SHOWN = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--job", type=int, metavar="PID", help="the job that this process is a rank of, or has started"
     )
+    source.add_argument("--replay", type=Path, metavar="FILE", help="show what --record has written")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two samples (default: 1)"
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON for each look")
-
-
-def main(options: argparse.Namespace) -> int:
-    """Show the job until it ends or Ctrl-C; return 1 if there is none to show."""
-    try:
-        job = choose_job(options.job)
-    except InvalidArgumentError as error:
-        print(f"torchestra top: {error}", file=sys.stderr)
-        return 1
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        if options.json:
-            _print_json(job, options)
-        elif options.once or not sys.stdout.isatty():
-            _print_once(job, options.interval)
-        else:
-            _show(job, options)
-    return 0
-
-
-@dataclass(frozen=True)
-class Look:
-    """A sample of one group: its record, the rates since the previous sample, and which ranks live."""
-
-    record: FlightRecord
-    rates: list[RankRates]
-    alive: list[bool]
-
-
-class Watch:
-    """Samples a job repeatedly."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._before = self._records()
-
-    def _records(self) -> list[FlightRecord]:
-        return [read_flight_record(group.arena, _ENTRIES) for group in self._job.groups]
-
-    def look(self) -> list[Look]:
-        """Return all groups, with their rates since the previous sample."""
-        records = self._records()
-        looks = [
-            Look(after, rates(before, after), [group.is_alive(rank) for rank in range(len(after.ranks))])
-            for group, before, after in zip(self._job.groups, self._before, records, strict=True)
-        ]
-        self._before = records
-        return looks
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each sample")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the samples into a new file, too")
+    parser.add_argument(
+        "--speed", type=_speed, default=1.0, metavar="N", help="replay so many times as fast (default: 1)"
+    )
 
 
 def _seconds(text: str) -> float:
@@ -101,56 +65,218 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _still_there(job: Job) -> Job | None:
-    """Return the same job as it is now, because groups come and go and ranks die; None if it has ended."""
-    jobs, _ = find_jobs(job.pids)  # quicker than to look at all processes
-    return next(iter(jobs), None)
+def _speed(text: str) -> float:
+    speed = float(text)
+    if not 0.01 <= speed <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be between 0.01 and 10000, got {text}")
+    return speed
 
 
-def _show(job: Job, options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.console import Group as Lines
-    from rich.live import Live
+def main(options: argparse.Namespace) -> int:
+    """Show the job until it ends, q or Ctrl-C; return 1 if there is none to show, or a file is not right."""
+    try:
+        with contextlib.ExitStack() as stack:
+            source: Source
+            if options.replay is not None:
+                if options.record is not None:
+                    raise InvalidArgumentError(
+                        "--record does not go with --replay: the file is there already"
+                    )
+                recording = Recording(options.replay)
+                stack.callback(recording.close)
+                source = Replay(recording, options.speed)
+            else:
+                sampler = JobSampler(choose_job(options.job))
+                writer = None if options.record is None else RecordingWriter(options.record)
+                if writer is not None:
+                    stack.callback(writer.close)
+                source = LiveJob(sampler, options.interval, writer)
+            _run(source, options)
+    except InvalidArgumentError as error:
+        print(f"torchestra top: {error}", file=sys.stderr)
+        return 1
+    return 0
 
-    console = Console()
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        current: Job | None = job
-        while current is not None:
-            watch = Watch(current)
-            time.sleep(options.interval)
-            live.update(Lines(_title(current), *tables(watch.look())), refresh=True)
-            current = _still_there(current)
-    console.print(f"job {job.pid} has ended", highlight=False)
+
+def _run(source: Source, options: argparse.Namespace) -> None:
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        if options.json:
+            for before, after in _pairs(source):
+                print(json.dumps(as_json(before, after)), flush=True)
+                if options.once:
+                    break
+        elif options.once or not sys.stdout.isatty():
+            _print_once(source)
+        else:
+            _show(source)
 
 
-def _print_once(job: Job, interval: float) -> None:
+class Source(Protocol):
+    """Where samples come from.
+
+    Attributes:
+        before, after: the present sample, and the one before it; None at the beginning.
+        replays: keys can go through the samples.
+    """
+
+    before: JobSample | None
+    after: JobSample | None
+    replays: bool
+
+    def go(self, by: int) -> bool:
+        """Go to the next sample, or to the one before; return False if there is none."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the present sample is to be shown; infinity for the last of a file."""
+
+    @property
+    def state(self) -> str:
+        """Return which sample it is, for the screen."""
+
+
+class LiveJob:
+    """Samples of a running job, which are written into a file as well if there is one."""
+
+    replays = False
+    state = ""
+
+    def __init__(self, sampler: JobSampler, interval_s: float, writer: RecordingWriter | None) -> None:
+        self.before: JobSample | None = None
+        self.after: JobSample | None = None
+        self.seconds = interval_s
+        self._sampler, self._writer = sampler, writer
+
+    def go(self, by: int) -> bool:
+        """Take a sample; return False if the job has ended."""
+        sample = self._sampler.sample()
+        if sample is None:
+            return False
+        self.before, self.after = self.after, sample
+        if self._writer is not None:
+            self._writer.write(sample)
+        return True
+
+
+class Replay:
+    """The samples of a file."""
+
+    replays = True
+
+    def __init__(self, recording: Recording, speed: float) -> None:
+        self.before: JobSample | None = None
+        self.after: JobSample | None = None
+        self._recording, self._speed, self._index = recording, speed, -1
+
+    def go(self, by: int) -> bool:
+        """Go to a sample near the present one; return False if there is none."""
+        index = self._index + by
+        if not 0 <= index < len(self._recording.times):
+            return False
+        self.before = self.after if by == 1 else self._recording.sample(index - 1) if index else None
+        self.after, self._index = self._recording.sample(index), index
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """Return for how long the sample was the newest, at the speed of the replay."""
+        times = self._recording.times
+        if self._index + 1 == len(times):
+            return math.inf
+        return max(0.0, times[self._index + 1] - times[self._index]) / self._speed
+
+    @property
+    def state(self) -> str:
+        """Return the number of the sample, and when it was taken."""
+        times = self._recording.times
+        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(times[self._index]))
+        return f"sample {self._index + 1} of {len(times)}, {taken}"
+
+
+def _pairs(source: Source) -> Iterator[tuple[JobSample, JobSample]]:
+    """Return each two neighbouring samples, as time goes; those of a file without waiting.
+
+    A file of one sample has that beside itself.
+    """
+    pairs = 0
+    while source.go(1):
+        if source.before is not None and source.after is not None:
+            pairs += 1
+            yield source.before, source.after
+        if not source.replays:
+            time.sleep(source.seconds)
+    if source.replays and not pairs and source.after is not None:
+        yield source.after, source.after
+
+
+def _print_once(source: Source) -> None:
+    """Print the first two samples of a job, or the last two of a file, as one table."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    watch = Watch(job)
-    time.sleep(interval)
+    pairs = _pairs(source)
+    found = next(iter(deque(pairs, maxlen=1)), None) if source.replays else next(pairs, None)
+    if found is None:
+        console.print("the job has ended")
+        return
+    before, after = found
     # print() would make a new text of its argument, and wrap it.
-    console.print(_title(job), highlight=False, overflow="ellipsis", no_wrap=True)
-    console.print(*tables(watch.look()), sep="\n", highlight=False)
+    console.print(title(after), highlight=False, overflow="ellipsis", no_wrap=True)
+    lines = membership_lines(after), group_tables(changes(before, after))
+    console.print(*(line for part in lines for line in part), sep="\n", highlight=False)
 
 
-def _print_json(job: Job, options: argparse.Namespace) -> None:
-    current: Job | None = job
-    while current is not None:
-        watch = Watch(current)
-        time.sleep(options.interval)
-        groups = [as_json(look) for look in watch.look()]
-        print(json.dumps({"job": current.pid, "command": current.command, "groups": groups}), flush=True)
-        current = None if options.once else _still_there(current)
+def _show(source: Source) -> None:
+    """Draw the samples on the terminal as they come, and do what keys ask for."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console, screen, ended = Console(), Screen(replays=source.replays), False
+    pid: int | None = None  # when it was seen first: a job is named by its first rank that lives
+    with Live(console=console, screen=True, auto_refresh=False) as live, Keyboard() as keyboard:
+        shown: tuple[JobSample | None, JobSample] | None = None
+        due = time.monotonic()
+        while True:
+            goes_on = not (screen.paused and source.replays)
+            if goes_on and time.monotonic() >= due:
+                if not source.go(1):
+                    ended = not source.replays
+                    break
+                pid = source.after.pid if pid is None and source.after is not None else pid
+                due = time.monotonic() + source.seconds
+            if source.after is not None and (shown is None or source.replays or not screen.paused):
+                shown = source.before, source.after
+            if shown is not None:
+                live.update(screen.draw(*shown, console.size.height, source.state), refresh=True)
+            left = due - time.monotonic() if goes_on else math.inf
+            key = keyboard.read(None if left == math.inf else max(0.0, left))
+            action = None if key is None else screen.press(key)
+            if action == "quit":
+                break
+            if action is not None:
+                source.go(1 if action == "forward" else -1)
+            if key is not None and source.replays:
+                due = time.monotonic() + source.seconds  # when it goes on after a pause
+    if ended:
+        console.print(f"job {pid} has ended", highlight=False)
 
 
-def as_json(look: Look) -> dict[str, Any]:
-    """Return one group as ``--json`` prints it."""
-    ranks = []
-    for rank, rate, alive in zip(look.record.ranks, look.rates, look.alive, strict=True):
-        entry = rank.running_message or rank.last_operation
+def as_json(before: JobSample, after: JobSample) -> dict[str, Any]:
+    """Return a sample as ``--json`` prints it."""
+    return {
+        "job": after.pid,
+        "command": after.command,
+        "membership": json.loads(after.membership),
+        "groups": [_group_as_json(change) for change in changes(before, after)],
+    }
+
+
+def _group_as_json(change: Change) -> dict[str, Any]:
+    record, ranks = change.after.record, []
+    for rank, rate, alive in zip(record.ranks, change.rates, change.after.alive, strict=True):
+        entry = current_entry(rank)
         ranks.append(
             {
                 "rank": rank.rank,
@@ -161,93 +287,7 @@ def as_json(look: Look) -> dict[str, Any]:
                 **asdict(rate),
             }
         )
-    return {"group": look.record.group, "aborted": look.record.aborted, "ranks": ranks}
-
-
-def _title(job: Job) -> RenderableType:
-    from rich.text import Text
-
-    return Text.assemble((f"job {job.pid} ", "bold"), job.command, overflow="ellipsis", no_wrap=True)
-
-
-def tables(looks: list[Look]) -> list[RenderableType]:
-    """Return the groups as rich renders them."""
-    from rich.text import Text
-
-    parts: list[RenderableType] = []
-    for look in looks:
-        parts += ["", _table(look)]
-        behind = straggler(look.rates)
-        if behind is not None:
-            rank, share = behind
-            parts.append(Text(f"the others wait for rank {rank}: {share:.0%} of their time", style="yellow"))
-        if look.record.aborted is not None:
-            parts.append(Text(f"the group was aborted: {look.record.aborted}", style="red"))
-    return parts
-
-
-def _table(look: Look) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    record = look.record
-    where = (
-        f" on host {record.hosts[0].name}, {len(record.ranks)} of {record.size} ranks" if record.hosts else ""
-    )
-    table = Table(
-        title=Text(f"group {record.group!r}{where}"), title_justify="left", box=None, header_style="bold"
-    )
-    for name in ("rank", "pid", "no.", "operation", "for so long", "ops/s", "bytes/s", "waiting", "for"):
-        table.add_column(name, justify="left" if name == "operation" else "right", no_wrap=True)
-    for rank, rate, alive in list(zip(record.ranks, look.rates, look.alive, strict=True))[:_MOST_RANKS_SHOWN]:
-        style = "" if alive else "red"
-        table.add_row(*_row(rank, rate, alive, record.taken), style=style)
-    if len(record.ranks) > _MOST_RANKS_SHOWN:
-        table.caption = f"and {len(record.ranks) - _MOST_RANKS_SHOWN} more ranks (--json has all)"
-    return table
-
-
-def _row(rank: RankRecord, rate: RankRates, alive: bool, now: float) -> list[str]:
-    first = [str(rank.rank), str(rank.pid)]
-    if rank.presence == "absent":
-        return [*first, "", "has not come yet"]
-    entry = rank.running_message or rank.last_operation
-    number, doing, long = "", "nothing yet", ""
-    if entry is not None:
-        number, doing = str(entry.number), str(entry)
-        if entry.ended is None:
-            long = _duration(now - entry.started)
-        else:
-            long = f"{_duration(now - entry.ended)} ago"
-            doing += " done" if entry.state == "done" else " failed"
-    if not alive:
-        doing += " when it died" if rank.presence == "present" else ""
-    if rank.presence == "left":
-        doing = "has left the group"
-    awaited = rate.awaited
-    return [
-        *first,
-        number,
-        doing,
-        long,
-        f"{rate.operations:,.0f}",
-        _bytes(rate.bytes),
-        f"{rate.waiting:.0%}",
-        "" if awaited is None else f"rank {awaited}",
-    ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{max(0.0, seconds) * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def _bytes(amount: float) -> str:
-    for unit in _UNITS:
-        if amount < 999.5 or unit == _UNITS[-1]:
-            break
-        amount /= 1000
-    return f"{amount:.3g} {unit}"
+    told: dict[str, Any] = {"group": record.group, "aborted": record.aborted, "ranks": ranks}
+    if change.after.host:
+        told |= {"host": change.after.host, "answered": change.after.answered}
+    return told

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "main"]
 
-_MOST_RANKS = 64
+_MAX_RANKS = 64
 _EPILOG = """\
 Small tensors take another algorithm than large ones, and large ones go in chunks; from which size on, and how
 large, depends on the caches and cores. What is measured here is kept beside the compiled kernels and used by
@@ -73,9 +73,9 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     if not 0 < options.seconds <= 600:
         raise InvalidArgumentError(f"--seconds must be more than 0 and at most 600, got {options.seconds}")
     if options.nproc is None:
-        most = max(4, min(_MOST_RANKS, os.cpu_count() or 1))
+        most = max(4, min(_MAX_RANKS, os.cpu_count() or 1))
         return [1 << power for power in range(1, most.bit_length())]
     texts = [text.strip() for text in options.nproc.split(",")]
-    if not all(text.isdecimal() and 2 <= int(text) <= _MOST_RANKS for text in texts):
-        raise InvalidArgumentError(f"--nproc must be numbers from 2 to {_MOST_RANKS}, got {options.nproc!r}")
+    if not all(text.isdecimal() and 2 <= int(text) <= _MAX_RANKS for text in texts):
+        raise InvalidArgumentError(f"--nproc must be numbers from 2 to {_MAX_RANKS}, got {options.nproc!r}")
     return sorted({int(text) for text in texts})

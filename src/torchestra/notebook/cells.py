@@ -18,7 +18,8 @@ from typing import Any, Union
 from torchestra.errors import GroupAbortedError
 from torchestra.interop import rank_world
 from torchestra.launcher.channel import receive, send
-from torchestra.launcher.user_frames import end_in_users_code
+from torchestra.system.readable import is_readable
+from torchestra.system.user_frames import end_in_users_code
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Join:
     directory: str
 
 
+@dataclass(frozen=True)
+class Interrupt:
+    """End the order before this one, also if it has not begun. A SIGINT follows, for one that has."""
+
+
 Order = Union[Cell, Leave, Join]
 
 
@@ -89,10 +95,12 @@ def serve_cells(path: str, token: str, world: World) -> None:
     notebook = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     notebook.connect(path)
     rank_world.prepare_process(world.name)
-    runner = _Runner(world, int(os.environ["RANK"]))
+    runner = _Runner(world, int(os.environ["RANK"]), notebook)
     send(notebook, ReadyForCells(runner.rank, token))
     while (message := receive(notebook)) is not None:
-        order: Order = message.content
+        order: Order | Interrupt = message.content
+        if isinstance(order, Interrupt):  # of an order that has ended
+            continue
         if isinstance(order, Leave):
             rank_world.leave(world.name)
             continue
@@ -104,11 +112,12 @@ def serve_cells(path: str, token: str, world: World) -> None:
 
 
 class _Runner:
-    """Runs the cells of one rank. An interrupt reaches only a running cell."""
+    """Runs the cells of one rank. A SIGINT interrupts only a running cell."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World, rank: int, notebook: socket.socket) -> None:
         self.rank = rank
         self._world = world
+        self._notebook = notebook
         self._interruptible = False
         main = types.ModuleType("__main__")
         main.__dict__["__builtins__"] = sys.modules["builtins"]
@@ -120,6 +129,13 @@ class _Runner:
     def _on_interrupt(self, signum: int, frame: object) -> None:
         if self._interruptible:
             raise KeyboardInterrupt
+
+    def _interrupted_before(self) -> bool:
+        """Return whether the notebook has interrupted this order already, when a SIGINT had no effect."""
+        if not is_readable(self._notebook, 0.0):
+            return False
+        message = receive(self._notebook)  # until this order's answer, nothing else is sent
+        return message is not None and isinstance(message.content, Interrupt)
 
     def join(self, directory: str) -> CellEnd:
         """Leave all groups and make a new default group."""
@@ -152,6 +168,8 @@ class _Runner:
         try:
             self._interruptible = True
             try:
+                if self._interrupted_before():
+                    raise KeyboardInterrupt
                 function(*arguments)
             finally:
                 self._interruptible = False

@@ -1,4 +1,4 @@
-"""The magics ``%%ranks`` and ``%ranks_stop``."""
+"""The magics ``%%ranks``, ``%ranks_top`` and ``%ranks_stop``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from torchestra.interop.world_names import TORCH, TORCHESTRA
 from torchestra.notebook.cells import World
+from torchestra.notebook.live_view import LiveView, TextOutput, ViewOutput, WidgetOutput
 from torchestra.notebook.session import RankSession
 
 _TIMEOUT_S = 300.0
@@ -39,7 +40,9 @@ class RanksMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self._session: RankSession | None = None
-        atexit.register(self.stop)
+        self._view: LiveView | None = None
+        self._told_of_text = False
+        atexit.register(self.close)
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
@@ -71,11 +74,49 @@ class RanksMagics(Magics):
         """End the ranks; the next ``%%ranks N`` starts new ones."""
         self.stop()
 
+    @line_magic
+    def ranks_top(self, line: str = "") -> None:
+        """Show below this cell what this notebook's ranks do, anew every second: those of the job that it
+        started last, by ``%%ranks`` or :func:`torchestra.launch`.
+
+        Called again, it shows them below the new cell only; ``%ranks_top off`` ends the view, which stays as
+        it is. Without ipywidgets it is text, and has no pages of single ranks.
+        """
+        if line.strip() not in ("", "off"):
+            raise UsageError(f"%ranks_top: takes no argument but off, got {line.strip()!r}")
+        if not hasattr(self.shell, "kernel"):
+            raise UsageError("%ranks_top: this is no notebook; run `torchestra top` in another terminal")
+        self._close_view()
+        if line.strip() != "off":
+            self._view = LiveView(self._output())
+
     def stop(self) -> None:
         """End the ranks, if there are any."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def close(self) -> None:
+        """End the ranks, and the view of ``%ranks_top``."""
+        self._close_view()
+        self.stop()
+
+    def _close_view(self) -> None:
+        view, self._view = self._view, None
+        if view is not None:
+            view.close()
+
+    def _output(self) -> ViewOutput:
+        try:
+            return WidgetOutput()
+        except ImportError:
+            if not self._told_of_text:
+                self._told_of_text = True
+                print(
+                    "torchestra: ipywidgets is not installed, so ranks are shown as text;"
+                    " pip install 'torchestra[notebook]' for pages of each rank"
+                )
+            return TextOutput()
 
     def _session_for(self, asked: argparse.Namespace) -> RankSession:
         session = self._session

@@ -12,13 +12,13 @@ import contextlib
 import io
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TextIO, cast
 
@@ -29,7 +29,18 @@ from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.job import Job
 from torchestra.launcher.output import OutputSink
 from torchestra.launcher.root_cause import FailedRank, describe_exit
-from torchestra.notebook.cells import Cell, CellEnd, Join, Leave, Order, ReadyForCells, World, serve_cells
+from torchestra.notebook.cells import (
+    Cell,
+    CellEnd,
+    Interrupt,
+    Join,
+    Leave,
+    Order,
+    ReadyForCells,
+    World,
+    serve_cells,
+)
+from torchestra.system.temporary_folder import temporary_folder
 
 _RELEASE_S = 1.0
 """How long ranks may take to end a cell in which another has failed, before that rank leaves its groups."""
@@ -76,6 +87,20 @@ def _current(name: str) -> TextIO:
     return cast("TextIO", _CurrentStream(name))
 
 
+@contextlib.contextmanager
+def _interrupts_counted() -> Iterator[list[int]]:
+    """Collect SIGINTs in a list; a KeyboardInterrupt in a callback could lose a rank's answer."""
+    interrupts: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # which no SIGINT interrupts
+        yield interrupts
+        return
+    before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class RankSession:
     """Ranks that run cells.
 
@@ -100,10 +125,9 @@ class RankSession:
         self._awaited: set[int] = set()
         self._dead: dict[int, str] = {}
         self._left: set[int] = set()  # ranks that were told to leave their groups
-        self._directory = tempfile.mkdtemp(prefix="torchestra-ranks-")  # for this user alone
         self._token = secrets.token_hex(16)
         self._resources = contextlib.ExitStack()
-        self._resources.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        self._directory = self._resources.enter_context(temporary_folder("torchestra-ranks-"))
         try:
             self._listener = self._resources.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -174,7 +198,7 @@ class RankSession:
             connection.close()
             return
         self._connections[hello.rank] = connection
-        self._job.loop.watch(connection, partial(self._hear, hello.rank))
+        self._job.loop.watch(connection, partial(self._receive, hello.rank))
 
     def _join(self) -> None:
         """Make all ranks form their default group, a new one if they had one."""
@@ -185,43 +209,51 @@ class RankSession:
         self._order(Join(directory), self.alive)
         self._raise_failures(dead_before)
         if again:
-            print("torchestra: the ranks have made their default group anew; other groups are gone")
+            print("torchestra: the ranks have a new default group; other groups are gone")
 
     # -- a cell
 
     def _order(self, order: Order, ranks: Sequence[int]) -> None:
         """Send an order to ranks, and drive the job until each has answered or died."""
-        self._ends = {}
-        self._awaited = set(ranks)
-        for rank in ranks:
-            self._send(rank, order)
-        failed_since: float | None = None
-        interrupted_at: float | None = None
-        while self._awaited:
-            try:
-                self._job.step(time.monotonic() + _STEP_S)
-                now = time.monotonic()
-                if failed_since is None and any(end.summary for end in self._ends.values()):
-                    failed_since = now
-                if failed_since is not None and now > failed_since + _RELEASE_S:
-                    self._release()
-                if interrupted_at is not None and now > interrupted_at + _INTERRUPT_S:
-                    self._give_up()
-            except KeyboardInterrupt:
-                if interrupted_at is not None:
-                    self._give_up()
-                interrupted_at = time.monotonic()
-                self._job.signal(signal.SIGINT, final=False)
-        self._job.show_all()
-        if interrupted_at is not None:
+        with _interrupts_counted() as interrupts:
+            self._ends = {}
+            self._awaited = set(ranks)
+            for rank in ranks:
+                self._send(rank, order)
+            self._await_ends(interrupts)
+            self._job.show_all()
+        if interrupts:
             self._left.update(ranks if self.joins else ())
             raise CellInterrupted
 
-    def _send(self, rank: int, order: Order) -> None:
+    def _await_ends(self, interrupts: list[int]) -> None:
+        failed_since: float | None = None
+        interrupted_at: float | None = None
+        while self._awaited:
+            self._job.step(time.monotonic() + _STEP_S)
+            now = time.monotonic()
+            if failed_since is None and any(end.summary for end in self._ends.values()):
+                failed_since = now
+            if failed_since is not None and now > failed_since + _RELEASE_S:
+                self._release()
+            if interrupts and interrupted_at is None:
+                interrupted_at = now
+                self._interrupt()
+            late = interrupted_at is not None and now > interrupted_at + _INTERRUPT_S
+            if late or len(interrupts) > 1:
+                self._give_up()
+
+    def _interrupt(self) -> None:
+        """Interrupt the cell on all ranks, also on those that have not begun it."""
+        for rank in self._awaited:
+            self._send(rank, Interrupt())
+        self._job.signal(signal.SIGINT, final=False)
+
+    def _send(self, rank: int, order: Order | Interrupt) -> None:
         with contextlib.suppress(OSError):  # the rank has died, which is reported separately
             send(self._connections[rank], order)
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         message = receive(self._connections[rank])
         if message is None:
             self._job.loop.unwatch(self._connections[rank])

@@ -21,7 +21,7 @@ from torchestra.optim.subset import step_some
 from torchestra.process_group import ProcessGroup
 
 
-class Cut(NamedTuple):
+class PiecePosition(NamedTuple):
     """The position of a piece: its bucket, a range of the bucket's parameters, and the rank updating it."""
 
     bucket: int
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 class Piece(NamedTuple):
     """A piece: its position, and the tensor of which its parameters are views."""
 
-    cut: Cut
+    cut: PiecePosition
     flat: torch.Tensor
 
 
@@ -73,7 +73,7 @@ class OverlapPlan:
         """Forget the plan and the buckets."""
         self._buckets, self._pieces = [], []
 
-    def see(self, bucket: int, parameters: Sequence[torch.Tensor], final: bool) -> bool:
+    def record(self, bucket: int, parameters: Sequence[torch.Tensor], final: bool) -> bool:
         """Record a bucket, or check it; return whether the plan is made, and the bucket is to be updated.
 
         Args:
@@ -137,25 +137,25 @@ class OverlapPlan:
         self._pieces = pieces
 
 
-def whole_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[Cut]:
+def whole_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[PiecePosition]:
     """Make each bucket one piece; the ranks take turns.
 
     Args:
         sizes: for each bucket, the numbers of elements of its parameters.
     """
-    return [Cut(index, 0, len(bucket), index % ranks) for index, bucket in enumerate(sizes)]
+    return [PiecePosition(index, 0, len(bucket), index % ranks) for index, bucket in enumerate(sizes)]
 
 
-def cut_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[Cut]:
+def cut_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[PiecePosition]:
     """Cut buckets into pieces below an equal share (or of one parameter) for the ranks with the least."""
     share = sum(map(sum, sizes)) / ranks
     loads = [0] * ranks
-    cuts: list[Cut] = []
+    cuts: list[PiecePosition] = []
 
     def give(bucket: int, start: int, stop: int) -> None:
         rank = loads.index(min(loads))
         loads[rank] += sum(sizes[bucket][start:stop])
-        cuts.append(Cut(bucket, start, stop, rank))
+        cuts.append(PiecePosition(bucket, start, stop, rank))
 
     for bucket in sorted(range(len(sizes)), key=lambda index: sum(sizes[index])):
         start = 0

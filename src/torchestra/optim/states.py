@@ -27,6 +27,25 @@ def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[
     return found if is_there else []
 
 
+def part_of_state(
+    state: dict[str, Any],
+    held: Sequence[Sequence[torch.Tensor]],
+    share: Sequence[Sequence[torch.Tensor]],
+) -> dict[str, Any]:
+    """Return the state of some of an optimizer's parameters, as an optimizer of only these would have it.
+
+    Args:
+        state: the state_dict of an optimizer, whose parameters are ``held``, by group.
+        share: of these, by group, those that are wanted.
+    """
+    position_of = {id(each): position for position, each in enumerate(p for part in held for p in part)}
+    positions = [position_of[id(each)] for part in share for each in part]
+    return {
+        "state": {new: state["state"][old] for new, old in enumerate(positions) if old in state["state"]},
+        "param_groups": state["param_groups"],
+    }
+
+
 def _indices(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:
     """Return the index of each parameter."""
     every = [parameter for group in groups for parameter in group["params"]]

@@ -7,7 +7,7 @@ https://arxiv.org/abs/1910.02054, stage 1 (P_os).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchestra.errors import InvalidArgumentError, NotReadyError
 from torchestra.optim.overlap import OverlapPlan
 from torchestra.optim.parameter_lists import check_same_type, listed
 from torchestra.optim.shards import Partition, Shards, partition
-from torchestra.optim.states import collect_states, global_state, local_state
+from torchestra.optim.states import collect_states, global_state, local_state, part_of_state
 from torchestra.optim.subset import check_steps_without_closure
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, member_group
@@ -50,6 +50,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Attributes:
         optim: this rank's optimizer.
+        exchange_in_step: whether :meth:`step` calls :meth:`exchange`; if set to False the caller does.
         rank, world_size, global_rank: this rank's number in the group, the group's size, and its number in
             the default group.
 
@@ -75,6 +76,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__init__(self, given, defaults)
         Joinable.__init__(self)
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.exchange_in_step = True
         self.overlap = OverlapPlan(self) if overlap_with_ddp else None
         self._optimizer_class = optimizer_class
         self._begin(group)
@@ -112,6 +114,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._loads = [0] * self.world_size
         # For each rank, for each parameter group, its parameters.
         self._shares: list[Partition] = [[] for _ in range(self.world_size)]
+        self._held: Partition | None = None
         self._shards: Shards | None = None
         self._trainable: list[bool] = []
         self._collected: list[dict[str, Any]] = []
@@ -121,7 +124,48 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._divide(each)
             self.build_local_optimizer()
 
+    def hold(
+        self,
+        holders: Mapping[torch.Tensor, Sequence[int]],
+        process_group: AnyGroup | None = None,
+    ) -> None:
+        """Divide the parameters anew, each to one or several ranks, which all update it alike.
+
+        With several, a parameter's state is not lost with one rank; :mod:`torchestra.elastic` keeps replicas
+        so. Must be called by all ranks, with the same holders. Nothing is sent: the state of parameters that
+        this rank has stays, if it still holds them.
+
+        Args:
+            holders: of each parameter, in the group's numbering; the first one sends it in :meth:`exchange`.
+            process_group: the group; default: the default group.
+
+        Raises:
+            InvalidArgumentError: this rank is not in the group, or ``overlap_with_ddp`` divides by itself.
+        """
+        group = member_group(process_group, "ZeroRedundancyOptimizer")
+        if self.overlap is not None:
+            raise InvalidArgumentError(
+                "ZeroRedundancyOptimizer.hold: `overlap_with_ddp=True` divides the parameters by itself"
+            )
+        states = self.optim.state
+        self._begin(group)
+        lists = [each["params"] for each in self.param_groups]
+        self._shares = [
+            [[each for each in one if holders[each][0] == rank] for one in lists]
+            for rank in range(self.world_size)
+        ]
+        self._held = [[each for each in one if self.rank in holders[each]] for one in lists]
+        self.build_local_optimizer()
+        for parameter in (each for one in self._held for each in one):
+            if parameter in states:
+                self.optim.state[parameter] = states[parameter]
+
     # -- shares
+
+    @property
+    def _local(self) -> Partition:
+        """Return the parameters of this rank's optimizer, by group."""
+        return self._shares[self.rank] if self._held is None else self._held
 
     @property
     def optim(self) -> Optimizer:
@@ -139,11 +183,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._optim
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return, for each rank, the parameter groups of its optimizer."""
-        return [
-            [{**group, "params": share} for group, share in zip(self.param_groups, shares, strict=True)]
-            for shares in self._shares
-        ]
+        """Return, for each rank, the parameter groups that it updates and sends."""
+        return [self._with_parameters(shares) for shares in self._shares]
+
+    def _with_parameters(self, share: Partition) -> list[dict[str, Any]]:
+        return [{**group, "params": part} for group, part in zip(self.param_groups, share, strict=True)]
 
     def _divide(self, group: dict[str, Any]) -> None:
         for rank, share in enumerate(partition(group["params"], self._loads)):
@@ -170,8 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def build_local_optimizer(self) -> None:
         """Make this rank's optimizer, for its share of the parameters."""
-        groups = self._partition_parameters()[self.rank]
-        self._optim = self._optimizer_class(groups, **self.defaults)
+        self._optim = self._optimizer_class(self._with_parameters(self._local), **self.defaults)
         _copy_options(self._optim, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -190,7 +233,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(param_group)
         self._divide(self.param_groups[-1])
         # Parameters added before stay on their ranks, and so does their state.
-        self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
+        if self._held is not None:
+            self._held.append(self._shares[self.rank][-1])
+        self.optim.add_param_group(self._with_parameters(self._local)[-1])
         self._shards = None
         self._collected = []  # of fewer parameters
 
@@ -222,10 +267,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
         )
         _copy_options(self.optim, self)  # where the optimizer changes them itself
-        self._exchange()
+        if self.exchange_in_step:
+            self.exchange()
         return loss
 
-    def _exchange(self) -> None:
+    def exchange(self) -> None:
+        """Receive the parameters that other ranks have updated, as :meth:`step` does at its end.
+
+        Must be called by all ranks. May be repeated, as it changes nothing of what this rank updates.
+        """
         trainable = [parameter.requires_grad for group in self.param_groups for parameter in group["params"]]
         if self._shards is None or trainable != self._trainable:
             self._trainable = trainable
@@ -263,7 +313,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             NotReadyError: with ``overlap_with_ddp``, while nothing was updated yet.
         """
         self.follow_options()
-        self._collected = collect_states(self.optim.state_dict(), to, self.process_group)
+        local = part_of_state(self.optim.state_dict(), self._local, self._shares[self.rank])
+        self._collected = collect_states(local, to, self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last consolidated state, as an optimizer on a single rank would return it.
@@ -290,7 +341,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             NotReadyError: with ``overlap_with_ddp``, while nothing was updated yet.
         """
         local = self.optim
-        local.load_state_dict(local_state(self.param_groups, self._shares[self.rank], state_dict))
+        local.load_state_dict(local_state(self.param_groups, self._local, state_dict))
         _copy_options(self.optim, self)
 
 

@@ -152,6 +152,48 @@ class ShardedTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    @classmethod
+    def _init_from_local_shards(
+        cls,
+        local_shards: list[Shard],
+        *global_size: int | Sequence[int],
+        process_group: AnyGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """Call :func:`init_from_local_shards`."""
+        return init_from_local_shards(
+            local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
+        )
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: list[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        process_group: AnyGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """Make a tensor from this rank's shards and the metadata of all, which every rank must know.
+
+        Nothing is sent.
+
+        Raises:
+            InvalidArgumentError: the shards are not those that the metadata place on this rank.
+        """
+        _check_no_rrefs(init_rrefs)
+        group = member_group(process_group, "_init_from_local_shards_and_global_metadata")
+        parts = sharded_tensor_metadata.shards_metadata
+        expected = [
+            part for part in parts if part.placement is not None and part.placement.rank() == group.rank()
+        ]
+        given = _described(local_shards, sharded_tensor_metadata.size, group.rank()) if local_shards else None
+        if list(given.shards_metadata if given else ()) != expected:
+            raise InvalidArgumentError(
+                f"_init_from_local_shards_and_global_metadata: the metadata place {expected} on rank"
+                f" {group.rank()}, got {[shard.metadata for shard in local_shards]}"
+            )
+        return cls(local_shards, sharded_tensor_metadata, group)
+
     def local_shards(self) -> list[Shard]:
         """Return this rank's shards."""
         return self._local_shards
@@ -209,7 +251,7 @@ class ShardedTensor(torch.Tensor):
             else:
                 tensor = torch.empty(part.shard_sizes, dtype=self._metadata.dtype)
                 recv(tensor, group=group, group_src=part.placement.rank())
-            out.detach()[_place(part)] = tensor
+            out.detach()[_slices(part)] = tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -252,8 +294,7 @@ def init_from_local_shards(
             or (on all ranks) they differ in size, dtype or whether they require gradients, overlap, or do not
             cover the whole.
     """
-    if init_rrefs:
-        raise InvalidArgumentError("init_rrefs: remote references to shards are not served")
+    _check_no_rrefs(init_rrefs)
     group = member_group(process_group, "init_from_local_shards")
     size = global_size[0] if len(global_size) == 1 and not isinstance(global_size[0], int) else global_size
     # A rank that is wrong tells the others, which would wait otherwise.
@@ -269,6 +310,11 @@ def init_from_local_shards(
             raise InvalidArgumentError(f"init_from_local_shards: rank {rank}: {trouble}")
     metadata = _agreed([described for _, described in gathered])
     return ShardedTensor(local_shards, metadata, group)
+
+
+def _check_no_rrefs(init_rrefs: bool) -> None:
+    if init_rrefs:
+        raise InvalidArgumentError("init_rrefs: remote references to shards are not served")
 
 
 def _described(shards: Sequence[Shard], size: torch.Size, rank: int) -> ShardedTensorMetadata:
@@ -332,7 +378,7 @@ def _agreed(gathered: Sequence[ShardedTensorMetadata]) -> ShardedTensorMetadata:
     return ShardedTensorMetadata(parts, first.size, first.dtype, first.requires_grad)
 
 
-def _place(part: ShardMetadata) -> tuple[slice, ...]:
+def _slices(part: ShardMetadata) -> tuple[slice, ...]:
     """Return the index of a part in the whole."""
     pairs = zip(part.shard_offsets, part.shard_sizes, strict=True)
     return tuple(slice(offset, offset + size) for offset, size in pairs)

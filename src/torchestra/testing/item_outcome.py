@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from torchestra.launcher.failure_report import ranks_phrase
-from torchestra.launcher.user_frames import end_in_users_code
+from torchestra.system.user_frames import end_in_users_code
 from torchestra.testing.outcomes import Outcome, first_failure
 
 _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, KeyboardInterrupt)
@@ -81,8 +81,8 @@ def _text_of(item: pytest.Function, outcome: Outcome, shown: Outcome, said: str)
     if str(outcome.error) and str(outcome.error) in said:
         return "failed likewise"
     report = _report(item, outcome)
-    place = report.rstrip().rpartition("\n")[2]  # "test_it.py:27: AssertionError"
-    if place and place in _report(item, shown):
+    site = report.rstrip().rpartition("\n")[2]  # "test_it.py:27: AssertionError"
+    if site and site in _report(item, shown):
         return f"failed in the same line: {str(outcome.error).partition(chr(10))[0]}"
     return report
 

@@ -17,7 +17,7 @@ import torch
 from _pytest.tmpdir import tmppath_result_key
 
 from torchestra.interop.rank_world import join_as_process, leave, prepare_process
-from torchestra.interop.world_names import TORCH
+from torchestra.interop.world_names import TORCH_WORLDS
 from torchestra.testing.item_outcome import note, report_of_error
 from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.outcomes import Outcome, RankFailure
@@ -134,7 +134,7 @@ def _outcome(item: pytest.Function, rank: int, request: ItemRequest, error: Base
     report: object
     try:
         note(item, error, f"on rank {rank} of {request.size} processes")
-        if request.init and request.world == TORCH and "process group twice" in str(error):
+        if request.init and request.world in TORCH_WORLDS and "process group twice" in str(error):
             note(item, error, "the test began in the default group: ranks(..., init=False) leaves that to it")
         report = report_of_error(item, error)
         pickle.loads(pickle.dumps(report))

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from torchestra.interop.world_names import TORCH, TORCHESTRA
+from torchestra.interop.world_names import TORCH, TORCH_ON_GLOO, TORCHESTRA
 from torchestra.testing.fixtures import is_shared_by_the_world
 
 MARKER = (
-    "ranks(*sizes, world='torchestra', kind=..., timeout=30, init=True, may_die=()): run the test on so many"
-    " ranks. They are in the default group of torchestra, as threads by default, or with world='torch' in"
-    " that of torch.distributed, as processes by default; kind is 'threads', 'processes' or both in turn."
+    "ranks(*sizes, world='torchestra', kind=..., timeout=30, init=True, may_die=(), backend=...): run the"
+    " test on so many ranks. They are in the default group of torchestra, as threads by default, or with"
+    " world='torch' in that of torch.distributed, as processes by default; kind is 'threads', 'processes' or"
+    " both in turn."
     " Operations may wait for timeout seconds, and the whole test may take a quarter more. Without init the"
-    " ranks join no group by themselves. It is no failure if ranks in may_die are killed"
+    " ranks join no group by themselves. It is no failure if ranks in may_die are killed. With"
+    " backend='gloo' and world='torch' they are on Gloo itself, to compare"
 )
 ARGUMENT = "ranks_of_this_run"
 """The name of the parameter that tells apart the several ways of running one test."""
@@ -31,7 +33,8 @@ class RanksSpec:
     """One way of running a test on ranks.
 
     Attributes:
-        world: the library whose default group they are in: ``"torchestra"``, or ``"torch"``.
+        world: the library whose default group they are in: ``"torchestra"``, or ``"torch"``; without
+            torchestra's engine ``"torch on gloo"``.
         kind: ``"threads"`` or ``"processes"``.
         timeout: how many seconds an operation may wait.
         init: whether the ranks are in a default group from the start.
@@ -48,7 +51,7 @@ class RanksSpec:
     @property
     def limit(self) -> float:
         """Return the time limit of the whole test in seconds; the engine reports a hang before that."""
-        return 1.25 * self.timeout + 1.0
+        return 1.25 * self.timeout + 2.0
 
     @property
     def label(self) -> str:
@@ -73,6 +76,7 @@ def _specs(
     timeout: float = 30.0,
     init: bool = True,
     may_die: Sequence[int] = (),
+    backend: str = TORCHESTRA,
     **unknown: Any,
 ) -> list[RanksSpec]:
     if kind is None:  # a program for torch.distributed expects a process of its own
@@ -80,7 +84,8 @@ def _specs(
     kinds = (kind,) if isinstance(kind, str) else tuple(kind)
     if unknown:
         raise pytest.UsageError(
-            f"ranks: unknown arguments {', '.join(unknown)}; there are world, kind, timeout, init, may_die"
+            f"ranks: unknown arguments {', '.join(unknown)}; there are world, kind, timeout, init, may_die,"
+            " backend"
         )
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise pytest.UsageError(f"ranks: say how many, as in ranks(4) or ranks(2, 4); got {sizes!r}")
@@ -93,6 +98,13 @@ def _specs(
             "ranks: with world='torch' and init=False ranks find each other by environment variables, which"
             " threads share: use kind='processes'"
         )
+    if backend not in (TORCHESTRA, "gloo") or (backend == "gloo" and (world != TORCH or "threads" in kinds)):
+        raise pytest.UsageError(
+            f"ranks: backend={backend!r}: 'gloo' runs world='torch' on Gloo itself, on processes; leave it"
+            " out for torchestra"
+        )
+    if backend == "gloo":
+        world = TORCH_ON_GLOO
     return [
         RanksSpec(size, world, each, float(timeout), init, tuple(may_die)) for each in kinds for size in sizes
     ]

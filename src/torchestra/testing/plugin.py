@@ -85,13 +85,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> ob
     """Leave a fixture to the ranks if each makes its own value."""
     item = getattr(request, "_pyfuncitem", None)
     if isinstance(item, pytest.Function) and is_per_rank(fixturedef) and spec_of(item) is not None:
-        value = _LeftToTheRanks(fixturedef.argname)
+        value = _RankOnlyValue(fixturedef.argname)
         fixturedef.cached_result = (value, fixturedef.cache_key(request), None)
         return value
     return None
 
 
-class _LeftToTheRanks:
+class _RankOnlyValue:
     """A placeholder for a value that only the ranks have."""
 
     def __init__(self, name: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import time
 from typing import Any
 
 import pytest
 
 from torchestra.errors import InvalidArgumentError
+from torchestra.system.temporary_folder import temporary_folder
 from torchestra.testing.fixtures import is_shared_by_the_world
 from torchestra.testing.item_outcome import conclude
 from torchestra.testing.item_runner import ItemRequest
@@ -26,7 +26,7 @@ _POLL_INTERVAL_S = 0.5
 
 def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
     """Run the test on every rank; raise the exception that the outcomes imply."""
-    with tempfile.TemporaryDirectory(prefix="torchestra-test-", ignore_cleanup_errors=True) as directory:
+    with temporary_folder("torchestra-item-") as directory:
         request = ItemRequest(
             item.nodeid,
             spec.size,

@@ -139,9 +139,9 @@ class MultiProcessTests(RankTests):
             raise RankFailure(
                 f"Process {late} terminated or timed out after {self.timeout:g} seconds\n{error.tracebacks}"
             ) from error
-        self._judge(test, exits)
+        self._decide(test, exits)
 
-    def _judge(self, test: Any, exits: list[_Exit]) -> None:
+    def _decide(self, test: Any, exits: list[_Exit]) -> None:
         code = exits[0].exit_code
         reason = skip_reason(code)
         if reason is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from torchestra.errors import GroupAbortedError
-from torchestra.interop.world_names import TORCH
+from torchestra.interop.world_names import TORCH_WORLDS
 from torchestra.testing.fork_server import Child, serve
 from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import RanksSpec, show_as
@@ -57,7 +57,7 @@ class RankPool:
 
     def store_environment(self, spec: RanksSpec) -> dict[str, str]:
         """Return the environment variables with which ranks that make a group themselves find its store."""
-        if spec.init and spec.world != TORCH:
+        if spec.init and spec.world not in TORCH_WORLDS:
             return {}
         from torchestra.interop.torch_distributed import worlds
 

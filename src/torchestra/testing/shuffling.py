@@ -155,7 +155,7 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
     """Make every wait of the group's kernels return to Python at once and take a step of the schedule."""
     communicator = group.communicator
     context = communicator.engine.context
-    words = {offset: context.word(offset) for offset in (at.SPINS, at.YIELDS)}
+    words = {offset: context.load_word(offset) for offset in (at.SPINS, at.YIELDS)}
     poll_interval_s = context.poll_interval_s
     check = context.check
 
@@ -166,7 +166,7 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
 
     undo = intercept(communicator, lambda _: schedule.step(rank), lambda _: schedule.step(rank))
     for offset in words:
-        context.set_word(offset, 0)
+        context.store_word(offset, 0)
     context.poll_interval_s = 1e-9
     setattr(context, "check", stepping_check)  # noqa: B010
     try:
@@ -175,5 +175,5 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
         del context.__dict__["check"]
         context.poll_interval_s = poll_interval_s
         for offset, value in words.items():
-            context.set_word(offset, value)
+            context.store_word(offset, value)
         undo()

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from traceback import FrameSummary
 
-from torchestra.launcher.user_frames import is_ours, is_users
+from torchestra.system.user_frames import is_ours, is_users
 from torchestra.testing.outcomes import Outcome
 
 _SIGNAL = signal.SIGUSR1
@@ -55,7 +55,7 @@ def late_outcome(rank: int, frames: Sequence[FrameSummary]) -> Outcome:
     runner = next((number for number, each in enumerate(frames) if _runs_tests(each.filename)), 0)
     frames = list(itertools.dropwhile(lambda each: not is_users(each.filename), frames[runner:]))
     inside = next((each for each in reversed(frames) if is_users(each.filename)), None)
-    where = "outside of the test" if inside is None else _place(inside)
+    where = "outside of the test" if inside is None else _file_and_line(inside)
     stack = "".join(traceback.format_list([each for each in frames if not is_ours(each.filename)]))
     return Outcome(rank, text=f"It was here:\n{stack}", late=True, where=where)
 
@@ -64,5 +64,5 @@ def _runs_tests(path: str) -> bool:
     return any(part in path for part in _RUNNERS)
 
 
-def _place(frame: FrameSummary) -> str:
+def _file_and_line(frame: FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")

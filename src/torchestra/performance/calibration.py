@@ -1,0 +1,393 @@
+"""A calibration: the times of the parts of operations on a machine, over a link, and of a training step.
+
+``torchestra calibrate`` writes one as JSON, and the performance model takes all its numbers from it. Units
+are seconds, bytes and bytes per second; a time is a median. A file is read with checks: a key that is unknown
+or missing, and a number that is negative, infinite or NaN, are errors that name the field.
+
+The terms of a link are those of LogGP (Alexandrov and others, "LogGP: Incorporating Long Messages into the
+LogP Model", 1995), and, for the processor's time by byte, of LogGOPS (Hoefler and others, "LogGOPSim", 2010).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from torchestra.engine.recorder.trace import replacing
+from torchestra.errors import InvalidArgumentError
+from torchestra.performance.decoding import decode, encode
+
+__all__ = [
+    "VERSION",
+    "Calibration",
+    "Conditions",
+    "HostCalibration",
+    "LinkCalibration",
+    "LinkClass",
+    "Rate",
+    "StepCalibration",
+    "StepTimes",
+    "SwitchTime",
+    "rate_at",
+]
+
+VERSION = 1
+"""Of the file. A file of another version is refused."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The speed of each of ``ranks`` ranks of a host that do the same at once.
+
+    An operation goes through tensors of a rank and through buffers that ranks share. The buffers stay in the
+    caches; the tensors come from the level that they fit into.
+
+    Attributes:
+        ranks: how many. They share memory's bandwidth and the caches; beyond the cores they take turns, and
+            the time for which others have the core does not count.
+        working_set_bytes: the size of a rank's tensor.
+        bytes_per_s: of one rank: for a copy, bytes copied; for a reduction, bytes read from all sources.
+    """
+
+    ranks: int
+    working_set_bytes: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("ranks", "working_set_bytes", "bytes_per_s"))
+
+
+@dataclass(frozen=True)
+class SwitchTime:
+    """The time of a switch between ranks that wait for each other, more than there are cores.
+
+    Attributes:
+        ranks: how many are on the host.
+        switch_s: what one switch takes where a barrier of them takes what was measured. It has more than the
+            system's switch in it: switches to ranks that have to wait on, and caches that others have used.
+    """
+
+    ranks: int
+    switch_s: float
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("ranks",))
+
+
+@dataclass(frozen=True)
+class HostCalibration:
+    """The times of the parts of an operation on a host.
+
+    The rates are those of a tensor that the operation has not touched before. What it touches again is in the
+    caches: there the rate of the smallest working set holds.
+
+    Attributes:
+        cores: the cores on which ranks may run.
+        call_s: a public call of an operation that has nothing to wait for (a barrier of one rank).
+        flag_s: until a rank that spins, on a core of its own, sees a flag that another has set: one way.
+        wakeup_s: from a flag's setting until a rank that sleeps on it runs, on an idle core.
+        switch_s: until a core has gone from one rank that waits to another that is ready, with two on it.
+        switches: the same by the number of ranks of the host, in rising order.
+        time_slice_s: for how long a rank keeps a core while others are ready for it.
+        copy: how fast a tensor is copied into a shared buffer.
+        fetch: how fast a peer's buffer, just written on its core, is copied into a tensor.
+        reduce: how fast a float32 tensor and a peer's buffer are added up, into the tensor.
+        per_op_s: other costs by name. ``call.NAME``: :attr:`call_s` of the collective NAME on 4 bytes.
+            ``multihost_call``: a call of a group on several hosts, beyond its steps; ``local_step``: one of
+            its steps within a host of one rank.
+    """
+
+    cores: int
+    call_s: float
+    flag_s: float
+    wakeup_s: float
+    switch_s: float
+    time_slice_s: float
+    copy: tuple[Rate, ...]
+    fetch: tuple[Rate, ...]
+    reduce: tuple[Rate, ...]
+    per_op_s: Mapping[str, float] = field(default_factory=dict)
+    switches: tuple[SwitchTime, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("cores", "time_slice_s"))
+        ranks = [each.ranks for each in self.switches]
+        if ranks != sorted(set(ranks)):
+            raise InvalidArgumentError(
+                f"HostCalibration.switches: the numbers of ranks must rise, got {ranks}"
+            )
+        for name in ("copy", "fetch", "reduce"):
+            if not getattr(self, name):
+                raise InvalidArgumentError(f"HostCalibration.{name} must have at least one rate, it has none")
+        for name, seconds in self.per_op_s.items():
+            if not _is_fit(seconds):
+                raise InvalidArgumentError(f"HostCalibration.per_op_s[{name!r}] must be >= 0, got {seconds}")
+
+    def switch_at(self, ranks: int) -> float:
+        """Return the seconds of a switch with so many ranks on the host, between those that were measured."""
+        if not self.switches:
+            return self.switch_s
+        points = [(each.ranks, each.switch_s) for each in self.switches]
+        above = min(bisect_left([known for known, _ in points], ranks), len(points) - 1)
+        (low, low_s), (high, high_s) = points[max(0, above - 1)], points[above]
+        if ranks >= high or low == high:
+            return high_s
+        return low_s + max(0.0, (ranks - low) / (high - low)) * (high_s - low_s)
+
+    def copy_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
+        """Return how fast one of ``ranks`` ranks copies (:func:`rate_at`)."""
+        return rate_at(self.copy, working_set_bytes, ranks)
+
+    def fetch_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
+        """Return how fast one of ``ranks`` ranks fetches from a peer's buffer (:func:`rate_at`)."""
+        return rate_at(self.fetch, working_set_bytes, ranks)
+
+    def reduce_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
+        """Return how fast one of ``ranks`` ranks reduces, in bytes read (:func:`rate_at`)."""
+        return rate_at(self.reduce, working_set_bytes, ranks)
+
+
+@dataclass(frozen=True)
+class LinkClass:
+    """The times of messages up to a size, between two hosts over the engine's own transport.
+
+    A message of k bytes keeps its sender's processor for ``send_overhead_s + k * send_overhead_per_byte_s``,
+    the sender's link for ``gap_s + k * gap_per_byte_s``, arrives ``latency_s`` after its last byte has left,
+    and keeps its receiver's processor like the sender's.
+
+    Attributes:
+        up_to_bytes: the longest message of this class; None for the last class.
+        latency_s: L. Of the network and what runs it, without the overheads.
+        send_overhead_s, receive_overhead_s: o. Of the processor, for a message.
+        gap_s: g. The least time between two messages.
+        gap_per_byte_s: G. The link's time by byte. All ranks of a host share its link.
+        send_overhead_per_byte_s, receive_overhead_per_byte_s: O. Of the processor, by byte (copies, the
+            system, encryption); it runs while the link sends.
+    """
+
+    up_to_bytes: int | None
+    latency_s: float
+    send_overhead_s: float
+    receive_overhead_s: float
+    gap_s: float
+    gap_per_byte_s: float
+    send_overhead_per_byte_s: float = 0.0
+    receive_overhead_per_byte_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("up_to_bytes",))
+
+
+@dataclass(frozen=True)
+class LinkCalibration:
+    """A link between two hosts: one class, or several by size if one line does not fit.
+
+    Attributes:
+        classes: by size, in rising order; only the last one has no limit.
+        bridge: what was measured: ``"curve"``, ``"gloo"``, ``"mpi"``.
+        shares_cores: both hosts were one machine's namespaces, so that they shared its cores.
+    """
+
+    classes: tuple[LinkClass, ...]
+    bridge: str = "curve"
+    shares_cores: bool = False
+
+    def __post_init__(self) -> None:
+        limits = [each.up_to_bytes for each in self.classes]
+        if not limits or limits[-1] is not None or None in limits[:-1]:
+            raise InvalidArgumentError(
+                f"LinkCalibration.classes: only the last has up_to_bytes None, got {limits}"
+            )
+        known = [limit for limit in limits if limit is not None]
+        if known != sorted(set(known)):
+            raise InvalidArgumentError(f"LinkCalibration.classes: up_to_bytes must rise, got {limits}")
+
+    def of(self, nbytes: int) -> LinkClass:
+        """Return the class of a message."""
+        for each in self.classes:
+            if each.up_to_bytes is None or nbytes <= each.up_to_bytes:
+                return each
+        raise AssertionError
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of a training step's compute where ``ranks`` ranks of a host compute at once.
+
+    Attributes:
+        ranks: how many, more than cores or not.
+        forward_s: the forward pass and the loss.
+        backward_s: the backward pass, without any communication.
+        optimizer_s: the rest: the optimizer's step, and setting gradients to zero.
+        ready_s: by bucket, in the order in which they are reduced: when it is ready, since backward began.
+    """
+
+    ranks: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    ready_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("ranks",))
+        if not all(_is_fit(each) for each in self.ready_s) or list(self.ready_s) != sorted(self.ready_s):
+            raise InvalidArgumentError(
+                f"StepTimes.ready_s must be >= 0 and must not fall, got {list(self.ready_s)}"
+            )
+
+
+@dataclass(frozen=True)
+class StepCalibration:
+    """A training step of a model under DistributedDataParallel.
+
+    Attributes:
+        name: what was measured, for people.
+        bucket_bytes: the sizes of the buckets of gradients, in the order in which they are reduced.
+        dtype: of the gradients.
+        times: by the number of ranks of a host, in rising order.
+        bucket_cost_s: of the processor, to begin the reduction of one bucket and to end it.
+    """
+
+    name: str
+    bucket_bytes: tuple[int, ...]
+    dtype: str
+    times: tuple[StepTimes, ...]
+    bucket_cost_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if not self.times or [each.ranks for each in self.times] != sorted(
+            {each.ranks for each in self.times}
+        ):
+            raise InvalidArgumentError("StepCalibration.times must not be empty, and its ranks must rise")
+        for each in self.times:
+            if len(each.ready_s) != len(self.bucket_bytes):
+                raise InvalidArgumentError(
+                    f"StepCalibration: {each.ranks} ranks have {len(each.ready_s)} times ready_s for"
+                    f" {len(self.bucket_bytes)} buckets"
+                )
+        if any(nbytes <= 0 for nbytes in self.bucket_bytes):
+            raise InvalidArgumentError(f"StepCalibration.bucket_bytes must be > 0, got {self.bucket_bytes}")
+
+    def at(self, ranks: int) -> StepTimes:
+        """Return the times for a number of ranks on a host: those measured for the nearest number."""
+        return min(self.times, key=lambda each: (abs(each.ranks - ranks), each.ranks))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The circumstances of a calibration: where, when and how it was measured.
+
+    Attributes:
+        machine: the processor and the system.
+        versions: of torchestra, torch and Python.
+        taken_at: the time, ISO 8601.
+        busy_share: the share of all cores that other programs used before the measurements, 0 to 1; None if
+            the system does not say.
+        seconds: how long it took.
+        spread: by field, as ``host.flag_s``: half the distance between the quartiles, by the median.
+        warnings: what may be wrong with the numbers, for people.
+    """
+
+    machine: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    taken_at: str = ""
+    busy_share: float | None = None
+    seconds: float = 0.0
+    spread: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All that ``torchestra calibrate`` has measured: a host; a link and a training step if asked to."""
+
+    host: HostCalibration
+    link: LinkCalibration | None = None
+    step: StepCalibration | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file as JSON, which replaces an earlier file at once."""
+        text = json.dumps({"version": VERSION, **encode(self)}, indent=1, allow_nan=False)
+        with replacing(Path(path)) as file:
+            file.write(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            InvalidArgumentError: the file is not there, is not JSON, has another version, or a field in it is
+                unknown, missing or makes no sense.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"cannot read the calibration {path}: {error}; `torchestra calibrate` writes one"
+            ) from error
+        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+            raise InvalidArgumentError(
+                f"{path} is not a calibration of version {VERSION}: measure again with `torchestra calibrate`"
+            )
+        try:
+            calibration: Calibration = decode(cls, found)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"the calibration {path} is wrong: {error}") from error
+        return calibration
+
+
+def rate_at(rates: tuple[Rate, ...], working_set_bytes: int, ranks: int) -> float:
+    """Return the rate for a working set and a number of ranks, between those that were measured.
+
+    The time by byte is interpolated over the logarithm of the working set, then over the number of ranks;
+    beyond the ends of the table its ends are taken.
+    """
+    by_ranks = sorted({rate.ranks for rate in rates})
+    above = min(bisect_left(by_ranks, ranks), len(by_ranks) - 1)
+    below = above if by_ranks[above] <= ranks else max(0, above - 1)
+    costs = [_cost(rates, by_ranks[index], working_set_bytes) for index in (below, above)]
+    if below == above:
+        return 1 / costs[0]
+    share = (ranks - by_ranks[below]) / (by_ranks[above] - by_ranks[below])
+    return 1 / (costs[0] + share * (costs[1] - costs[0]))
+
+
+def _cost(rates: tuple[Rate, ...], ranks: int, working_set_bytes: int) -> float:
+    """Return the seconds by byte for a number of ranks that was measured."""
+    points = sorted((rate.working_set_bytes, 1 / rate.bytes_per_s) for rate in rates if rate.ranks == ranks)
+    sizes = [size for size, _ in points]
+    above = min(bisect_left(sizes, working_set_bytes), len(sizes) - 1)
+    below = max(0, above - 1)
+    (low, low_cost), (high, high_cost) = points[below], points[above]
+    if working_set_bytes >= high or low == high:
+        return high_cost
+    if working_set_bytes <= low:
+        return low_cost
+    share = math.log(working_set_bytes / low) / math.log(high / low)
+    return low_cost + share * (high_cost - low_cost)
+
+
+def _check(record: object, positive: tuple[str, ...] = ()) -> None:
+    """Refuse numbers of a record that are negative, infinite or NaN, or 0 where that makes no sense."""
+    for each in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, each.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not _is_fit(value) or (each.name in positive and value == 0):
+            rule = "> 0" if each.name in positive else ">= 0"
+            raise InvalidArgumentError(
+                f"{type(record).__name__}.{each.name} must be a finite number {rule}, got {value}"
+            )
+
+
+def _is_fit(value: float) -> bool:
+    return math.isfinite(value) and value >= 0

@@ -1,0 +1,41 @@
+"""What the events of a schedule cost a core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchestra.performance.machine import Machine
+from torchestra.performance.schedule import Compute, Copy, Event, Fetch, Overhead, Reduce
+
+__all__ = ["Costs"]
+
+
+class Costs:
+    """The costs of events on a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        host = machine.host
+        ranks = machine.ranks_per_host * (machine.hosts if machine.shares_cores else 1)
+        self._machine = machine
+        self._at_once = ranks
+        self._rates: dict[tuple[type, int], float] = {}
+        self._tables: dict[type, Callable[[int, int], float]] = {
+            Copy: host.copy_bytes_per_s,
+            Fetch: host.fetch_bytes_per_s,
+            Reduce: host.reduce_bytes_per_s,
+        }
+
+    def seconds_of(self, event: Event, rank: int) -> float:
+        """Return how long a core is kept."""
+        if isinstance(event, Copy | Fetch | Reduce):
+            key = type(event), event.working_set_bytes
+            rate = self._rates.get(key)
+            if rate is None:
+                rate = self._rates[key] = self._tables[type(event)](event.working_set_bytes, self._at_once)
+            return event.nbytes / rate
+        if isinstance(event, Compute):
+            return event.seconds * self._machine.stragglers.get(rank, 1.0)
+        if isinstance(event, Overhead):
+            usual = self._machine.host.call_s if event.name.startswith("call.") else 0.0
+            return self._machine.host.per_op_s.get(event.name, usual)
+        return 0.0

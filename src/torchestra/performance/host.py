@@ -1,0 +1,138 @@
+"""Measure a host: :func:`measure_host` starts ranks on it, and makes a HostCalibration of what they find."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from torchestra.engine.operations import COLLECTIVES
+from torchestra.errors import InvalidArgumentError
+from torchestra.launcher.api import launch
+from torchestra.launcher.cores import usable_cores
+from torchestra.monitor.operation_timing import Cell, time_operations
+from torchestra.performance.calibration import HostCalibration, Rate, SwitchTime
+from torchestra.performance.host_timing import time_rates, time_slices, time_waits
+from torchestra.performance.machine import Machine
+from torchestra.performance.prediction import steady_state_seconds
+from torchestra.performance.sampling import Measured, check_quantile, summarise
+from torchestra.performance.workload import Operation
+
+__all__ = ["HostOptions", "Progress", "default_ranks", "measure_host"]
+
+Progress = Callable[[str], None]
+"""Called with a line that says what is measured next."""
+
+_WORKING_SETS = (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20)
+_MAX_BYTES = 1 << 29  # of all ranks' tensors together
+_MAX_RANKS = 16
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How to measure a host.
+
+    Attributes:
+        ranks: numbers of ranks at once, for the rates of memory; empty for 1, as many as cores, and up to
+            16 in doubles.
+        seconds: about how long each number is measured for.
+        quantile: of the samples, which counts: 0.5, the median.
+    """
+
+    ranks: tuple[int, ...] = ()
+    seconds: float = 0.5
+    quantile: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_quantile(self.quantile)
+        if not 0 < self.seconds <= 600:
+            raise InvalidArgumentError(f"the seconds must be more than 0 and at most 600, got {self.seconds}")
+        if any(not 1 <= each <= 1024 for each in self.ranks):
+            raise InvalidArgumentError(f"numbers of ranks must be from 1 to 1024, got {list(self.ranks)}")
+
+
+def default_ranks(cores: int) -> tuple[int, ...]:
+    """Return the numbers of ranks to measure rates for: 1, the cores, and doubles of them up to 16."""
+    counts = {1, cores}
+    while max(counts) * 2 <= _MAX_RANKS:
+        counts.add(max(counts) * 2)
+    return tuple(sorted(counts))
+
+
+def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibration, dict[str, float]]:
+    """Return the calibration of this host, and the spread of its numbers by field.
+
+    Raises:
+        DistError: a rank failed.
+    """
+    cores = usable_cores()
+    progress("calls of operations")
+    names = list(COLLECTIVES)
+    cells = [Cell(name, "float32", 4) for name in names]
+    timings = launch(time_operations, 1, cells, options.seconds / len(cells), False)[0]
+    calls = {name: timing.median_us / 1e6 for name, timing in zip(names, timings, strict=True)}
+    progress("flags, sleep and the switch from rank to rank")
+    waits = _measured_waits(options)
+    progress("time slices")
+    slices = [*itertools.chain(*launch(time_slices, 2, options.seconds / 2))]
+    waits["time_slice_s"] = summarise(slices or [options.seconds / 2], options.quantile)
+    tables: dict[str, list[Rate]] = {"copy": [], "fetch": [], "reduce": []}
+    spread: dict[str, float] = {f"host.{name}": each.spread for name, each in waits.items()}
+    counts = sorted(set(options.ranks)) or default_ranks(cores)
+    for ranks in counts:
+        progress(f"copies and reductions, {ranks} ranks at once")
+        for kind, rates, widest in _measured_rates(ranks, options):
+            tables[kind] += rates
+            spread[f"host.{kind}"] = max(widest, spread.get(f"host.{kind}", 0.0))
+    host = HostCalibration(
+        cores=cores,
+        call_s=calls["barrier"],
+        flag_s=waits["flag_s"].value,
+        wakeup_s=waits["wakeup_s"].value,
+        switch_s=waits["switch_s"].value,
+        time_slice_s=waits["time_slice_s"].value,
+        copy=tuple(tables["copy"]),
+        fetch=tuple(tables["fetch"]),
+        reduce=tuple(tables["reduce"]),
+        per_op_s={f"call.{name}": seconds for name, seconds in calls.items()},
+    )
+    switches = []
+    for ranks in counts:
+        if ranks > cores:
+            progress(f"a barrier of {ranks} ranks")
+            barrier = launch(time_operations, ranks, [Cell("barrier", "", 0)], options.seconds / 3, False)[0][
+                0
+            ]
+            switches.append(SwitchTime(ranks, _fitted_switch_s(host, ranks, barrier.median_us / 1e6)))
+    return replace(host, switches=tuple(switches)), spread
+
+
+def _fitted_switch_s(host: HostCalibration, ranks: int, barrier_s: float) -> float:
+    """Return how long a switch takes if a simulated barrier is to take what was measured."""
+    low_s, high_s = host.switch_s, 2 * host.switch_s
+    low, high = (
+        steady_state_seconds(Operation("barrier", 0), Machine(1, ranks, replace(host, switch_s=each)))
+        for each in (low_s, high_s)
+    )
+    return max(0.0, low_s + (barrier_s - low) / max(1e-12, high - low) * (high_s - low_s))
+
+
+def _measured_waits(options: HostOptions) -> dict[str, Measured]:
+    """Return what two ranks found, by field. Both time the same rounds; the slower one counts."""
+    found = launch(time_waits, 2, options.seconds / 3)
+    summaries = [{name: summarise(each, options.quantile) for name, each in one.items()} for one in found]
+    return {name: max(one[name] for one in summaries) for name in summaries[0]}
+
+
+def _measured_rates(ranks: int, options: HostOptions) -> Iterator[tuple[str, list[Rate], float]]:
+    """Yield each kind of rate, its numbers by working set, and the widest spread among them."""
+    sizes = [nbytes for nbytes in _WORKING_SETS if nbytes * ranks <= _MAX_BYTES] or [_WORKING_SETS[0]]
+    found = launch(time_rates, ranks, sizes, options.seconds / len(sizes))
+    for kind in ("copy", "fetch", "reduce"):
+        measured = {
+            # A rate is a number by time: the other end of the times' quantile.
+            nbytes: summarise([*itertools.chain(*(one[nbytes][kind] for one in found))], 1 - options.quantile)
+            for nbytes in sizes
+        }
+        rates = [Rate(ranks, nbytes, each.value) for nbytes, each in measured.items()]
+        yield kind, rates, max(each.spread for each in measured.values())

@@ -1,0 +1,325 @@
+"""Measure a link: the lowest ranks of a job's first two hosts exchange messages over the engine's bridge.
+
+Timed are, for messages of several sizes: round trips; streams in one direction, with up to WINDOW messages on
+their way, and the processor time of both processes meanwhile; and streams in both directions at once. The
+terms of LogGOPS are fitted to these (:func:`fit_link`), in classes by size.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import torchestra as dist
+from torchestra.engine.multihost.hierarchy import Call, Hierarchy
+from torchestra.engine.operations import BARRIER, pack
+from torchestra.errors import InvalidArgumentError
+from torchestra.performance.calibration import LinkCalibration, LinkClass
+from torchestra.performance.sampling import summarise
+
+__all__ = ["LinkMeasurement", "MessageTimes", "fit_link", "measure_link"]
+
+_SIZES = (64, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
+_LIMITS = (4 << 10, 64 << 10, 1 << 20)
+"""The longest messages of the classes but the last. Up to 64 KB are one frame (multihost/curve_bridge.py)."""
+
+_WINDOW = 8
+_MIN_SAMPLES, _MAX_SAMPLES = 4, 400
+_LONGEST_SHARE = 0.2
+"""A size is the last one if its round trip takes this share of the time for all."""
+_BUSIER = 1.25
+"""By how much longer streams in both directions take if it is not the link that is busy."""
+_BATCH = 10
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """The measured times of messages of one size, in seconds.
+
+    Attributes:
+        one_way_s: half a round trip.
+        stream_s: from one message of a stream to the next.
+        send_cpu_s, receive_cpu_s: of the processor, for a message of a stream.
+        both_ways_s: from one message to the next where each end streams to the other.
+        spread: of the round trips.
+    """
+
+    one_way_s: float
+    stream_s: float
+    send_cpu_s: float
+    receive_cpu_s: float
+    both_ways_s: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def processor_s(self) -> tuple[float, float]:
+        """Return the processor's time to send and to receive a message.
+
+        The system's work for the network is in no process's time. Where streams in both directions take
+        longer than one, it is not the link that is busy but the processor, with all of that time.
+        """
+        known_s = self.send_cpu_s + self.receive_cpu_s
+        if self.both_ways_s <= _BUSIER * self.stream_s or not known_s:
+            return self.send_cpu_s, self.receive_cpu_s
+        factor = max(1.0, self.both_ways_s / known_s)
+        return factor * self.send_cpu_s, factor * self.receive_cpu_s
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """The link, and what a host's calibration has of operations on several hosts.
+
+    Attributes:
+        link: the link.
+        per_op_s: ``multihost_call`` and ``local_step``.
+        times: what was measured, by size in bytes.
+    """
+
+    link: LinkCalibration
+    per_op_s: Mapping[str, float]
+    times: Mapping[int, MessageTimes]
+
+    @property
+    def spread(self) -> float:
+        """Return the widest spread of round trips."""
+        return max(each.spread for each in self.times.values())
+
+
+def measure_link(seconds: float, quantile: float, progress: Callable[[str], None]) -> LinkMeasurement | None:
+    """Measure the link between the first two hosts of the default group. Every rank of the group calls it.
+
+    Args:
+        seconds: about how long.
+        quantile: of the samples, which counts; 0.5 is the median.
+        progress: called on rank 0 with what is measured next.
+
+    Returns:
+        On rank 0 the measurement; on others None.
+
+    Raises:
+        InvalidArgumentError: the group is on one host.
+        DistError: a rank failed.
+    """
+    world = dist.group.WORLD
+    hosts = None if world is None else world.communicator.engine.hosts
+    if hosts is None:
+        raise InvalidArgumentError(
+            "a link is measured between two hosts, and all ranks of this job are on one"
+        )
+    pair = dist.new_group([hosts.members[0][0], hosts.members[1][0]])
+    measurement = None
+    if dist.get_rank(pair) >= 0:
+        measurement = _Pair(pair, quantile).measure(seconds, progress)
+        dist.destroy_process_group(pair)
+    dist.barrier()
+    return measurement
+
+
+class _Pair:
+    """One of the two ranks between which a link is measured; rank 0 of their group begins.
+
+    Args:
+        group: the two ranks.
+        quantile: see :func:`measure_link`.
+    """
+
+    def __init__(self, group: Any, quantile: float) -> None:
+        self._group, self._quantile = group, quantile
+        self._first = dist.get_rank(group) == 0
+        engine: Any = group.communicator.engine
+        self._hierarchy: Hierarchy = engine.hierarchy
+        bridge = self._hierarchy.bridge
+        assert bridge is not None
+        self._bridge, self._peer = bridge, 1 - bridge.host
+
+    def measure(self, seconds: float, progress: Callable[[str], None]) -> LinkMeasurement | None:
+        """Return the measurement on rank 0, else None."""
+        each_s = seconds / (len(_SIZES) + 1) / 2
+        times: dict[int, MessageTimes] = {}
+        for nbytes in _SIZES:
+            if self._first:
+                progress(f"messages of {nbytes} bytes to the other host")
+            times[nbytes] = self._message_times(nbytes, each_s)
+            if 2 * times[nbytes].one_way_s > _LONGEST_SHARE * seconds:
+                break
+        per_op_s = self._per_op(each_s, times[_SIZES[0]].one_way_s)
+        boots = ["", ""]
+        dist.all_gather_object(boots, _boot_id(), group=self._group)
+        if not self._first:
+            return None
+        link = fit_link(times, self._bridge.kind, len(set(boots)) == 1 and boots[0] != "")
+        return LinkMeasurement(link, per_op_s, times)
+
+    def _message_times(self, nbytes: int, seconds: float) -> MessageTimes:
+        payload, buffer = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+        self._round_trip(payload, buffer)
+        trips = [self._round_trip(payload, buffer) for _ in range(_MIN_SAMPLES)]
+        count = self._agreed_count(seconds / statistics.median(trips))
+        trips += [self._round_trip(payload, buffer) for _ in range(count)]
+        measured = summarise([each / 2 for each in trips], self._quantile)
+        messages = self._agreed_count(seconds / measured.value) + _WINDOW
+        streams = [self._stream(payload, buffer, messages) for _ in range(3)]
+        own = [statistics.median(column) for column in zip(*streams, strict=True)]
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, own, group=self._group)
+        (_, send_cpu_s), (stream_s, receive_cpu_s) = both
+        both_s = statistics.median(self._stream_both_ways(payload, buffer, messages) for _ in range(3))
+        told = [MessageTimes(measured.value, stream_s, send_cpu_s, receive_cpu_s, both_s, measured.spread)]
+        dist.broadcast_object_list(told, group_src=0, group=self._group)
+        return told[0]
+
+    def _agreed_count(self, wanted: float) -> int:
+        """Return a number that both ranks have, from that of rank 0."""
+        told = [max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(wanted)))]
+        dist.broadcast_object_list(told, group_src=0, group=self._group)
+        return told[0]
+
+    def _round_trip(self, payload: torch.Tensor, buffer: torch.Tensor) -> float:
+        """Send to the other rank and back; return the seconds, of rank 0."""
+        start = time.perf_counter()
+        for sends in (self._first, not self._first):
+            self._wait(self._begin_send(payload) if sends else self._begin_receive(buffer))
+        return time.perf_counter() - start
+
+    def _stream(self, payload: torch.Tensor, buffer: torch.Tensor, messages: int) -> tuple[float, float]:
+        """Have rank 0 send messages to rank 1; return the time from one to the next, and of the processor."""
+        begin, memory = (self._begin_send, payload) if self._first else (self._begin_receive, buffer)
+        dist.barrier(group=self._group)
+        cpu = time.process_time()
+        seconds = self._windowed(lambda: begin(memory), messages)
+        return seconds, (time.process_time() - cpu) / messages
+
+    def _stream_both_ways(self, payload: torch.Tensor, buffer: torch.Tensor, messages: int) -> float:
+        """Have both ranks send messages to each other; return the time from one to the next."""
+        dist.barrier(group=self._group)
+        receives, sends = [(self._peer, buffer)], [(self._peer, payload)]
+        return self._windowed(lambda: self._bridge.begin(receives, sends, _TIMEOUT_S), messages)
+
+    def _windowed(self, begin: Callable[[], Any], count: int) -> float:
+        """Begin transfers, up to WINDOW before the first has ended; return the time from end to end."""
+        under_way: deque[Any] = deque()
+        ends: list[float] = []
+        for number in range(count + _WINDOW):
+            if number >= _WINDOW:
+                self._wait(under_way.popleft())
+                ends.append(time.perf_counter())
+            if number < count:
+                under_way.append(begin())
+        return (ends[-1] - ends[0]) / (count - 1)
+
+    def _begin_send(self, payload: torch.Tensor) -> Any:
+        return self._bridge.begin([], [(self._peer, payload)], _TIMEOUT_S)
+
+    def _begin_receive(self, buffer: torch.Tensor) -> Any:
+        return self._bridge.begin([(self._peer, buffer)], [], _TIMEOUT_S)
+
+    def _wait(self, pending: Any) -> None:
+        self._hierarchy.wait(pending, Call(pack(BARRIER.kind), 0, _TIMEOUT_S, None))
+
+    def _per_op(self, seconds: float, envelope_s: float) -> dict[str, float]:
+        """Return the costs of operations on several hosts; both ranks call it, rank 0 gets its times.
+
+        Args:
+            envelope_s: the time of one small message.
+        """
+        word = torch.zeros(1, dtype=torch.int64)
+
+        def step() -> None:
+            self._hierarchy.share_from(0, word, Call(pack(BARRIER.kind), 0, _TIMEOUT_S, None))
+
+        def barrier() -> None:
+            dist.barrier(group=self._group)
+
+        step_s, barrier_s = (self._time(each, seconds) for each in (step, barrier))
+        return {"local_step": step_s, "multihost_call": max(0.0, barrier_s - envelope_s - 2 * step_s)}
+
+    def _time(self, call: Callable[[], None], seconds: float) -> float:
+        """Return the seconds of a call that both ranks make, one after the other."""
+
+        def sample() -> float:
+            start = time.perf_counter()
+            for _ in range(_BATCH):
+                call()
+            return (time.perf_counter() - start) / _BATCH
+
+        sample()
+        batch_s = _BATCH * statistics.median(sample() for _ in range(_MIN_SAMPLES))
+        count = self._agreed_count(seconds / batch_s)
+        return summarise([sample() for _ in range(count)], self._quantile).value
+
+
+def _boot_id() -> str:
+    """Return what only namespaces of one machine have in common; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def fit_link(times: Mapping[int, MessageTimes], bridge: str, shares_cores: bool) -> LinkCalibration:
+    """Return the link that messages of these sizes, in bytes, were sent over.
+
+    One message takes, where nothing else is sent (:mod:`torchestra.performance.network`)::
+
+        o_send + max(k O_send, g + k G) + L + o_receive + max(0, k O_receive - (g + k G))
+
+    o + k O is fitted to the processor time, g + k G to the streams, and L is what is left of half a round
+    trip.
+    """
+    limits = [limit for limit in _LIMITS if any(nbytes > limit for nbytes in times)]
+    classes, low = [], 0
+    for limit in (*limits, None):
+        chosen = [nbytes for nbytes in sorted(times) if low < nbytes <= (limit or nbytes)]
+        if chosen:
+            classes.append(_fit_class(limit, {nbytes: times[nbytes] for nbytes in chosen}))
+        low = limit or low
+    return LinkCalibration(tuple(classes), bridge, shares_cores)
+
+
+def _fit_class(limit: int | None, times: Mapping[int, MessageTimes]) -> LinkClass:
+    gap_s, gap_per_byte_s = fit_line({k: each.stream_s for k, each in times.items()})
+    send_s, send_per_byte_s = fit_line({k: each.processor_s[0] for k, each in times.items()})
+    receive_s, receive_per_byte_s = fit_line({k: each.processor_s[1] for k, each in times.items()})
+    left = []
+    for nbytes, each in times.items():
+        gap = gap_s + nbytes * gap_per_byte_s
+        sent = send_s + max(nbytes * send_per_byte_s, gap)
+        left.append(each.one_way_s - sent - receive_s - max(0.0, nbytes * receive_per_byte_s - gap))
+    return LinkClass(
+        up_to_bytes=limit,
+        latency_s=max(0.0, statistics.median(left)),
+        send_overhead_s=send_s,
+        receive_overhead_s=receive_s,
+        gap_s=gap_s,
+        gap_per_byte_s=gap_per_byte_s,
+        send_overhead_per_byte_s=send_per_byte_s,
+        receive_overhead_per_byte_s=receive_per_byte_s,
+    )
+
+
+def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Return the intercept and the slope, neither negative, of the line with the least relative errors."""
+    sizes, values = (np.array([*each], dtype=float) for each in (points.keys(), points.values()))
+    weights = 1 / np.maximum(values, 1e-12)
+    candidates = [_weighted([np.ones_like(sizes), sizes], values, weights)] if len(points) > 1 else []
+    (slope,) = _weighted([sizes], values, weights)
+    (constant,) = _weighted([np.ones_like(sizes)], values, weights)
+    candidates += [np.array([0.0, slope]), np.array([constant, 0.0])]
+    fit = [each for each in candidates if (each >= 0).all()]
+    errors = [np.square((intercept + slope * sizes - values) * weights).sum() for intercept, slope in fit]
+    intercept, slope = fit[int(np.argmin(errors))]
+    return float(intercept), float(slope)
+
+
+def _weighted(columns: Sequence[Any], values: Any, weights: Any) -> Any:
+    matrix = np.stack(columns, axis=1) * weights[:, None]
+    return np.linalg.lstsq(matrix, values * weights, rcond=None)[0]

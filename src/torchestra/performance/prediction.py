@@ -1,0 +1,185 @@
+"""Predictions: how long operations and training steps take on a machine, and how much of it is waiting."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torchestra.engine.kernels.selection import Choices
+from torchestra.errors import InvalidArgumentError
+from torchestra.performance.calibration import StepCalibration
+from torchestra.performance.machine import Machine
+from torchestra.performance.recording import Recorder
+from torchestra.performance.schedule import (
+    AwaitSignal,
+    Compute,
+    Event,
+    Lane,
+    Schedule,
+    Signal,
+    shifted,
+)
+from torchestra.performance.simulation import Run, run
+from torchestra.performance.workload import Operation, Pause, Step, Workload
+
+__all__ = ["Prediction", "predict", "predict_step", "schedule_of", "steady_state_seconds", "step_of"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a workload takes.
+
+    Attributes:
+        seconds: until the last rank has finished.
+        waiting_s: of the program of a rank, on average: for other ranks, for messages, and for its own
+            communication that backward did not hide.
+        messages, nbytes: what one host sends to others, on average of those that were recorded.
+        run: the times of the recorded ranks.
+    """
+
+    seconds: float
+    waiting_s: float
+    messages: float
+    nbytes: float
+    run: Run
+
+    @property
+    def waiting_share(self) -> float:
+        """Return the part of the time that a rank waits, 0 to 1."""
+        return self.waiting_s / self.seconds if self.seconds else 0.0
+
+
+def predict(workload: Workload, machine: Machine, choices: Choices | None = None) -> Prediction:
+    """Predict what a workload takes on a machine.
+
+    Args:
+        choices: the thresholds between algorithms within a host; default: those that a group would use.
+
+    Raises:
+        InvalidArgumentError: it cannot be recorded on so many hosts.
+    """
+    schedule = schedule_of(workload, machine, choices)
+    outcome = run(schedule, machine)
+    hosts = len(schedule.recorded_hosts)
+    programs = [lane for lane in outcome.lanes if lane.name == "program"]
+    waiting_s = sum(sum(lane.waited_s.values()) for lane in programs) / len(programs)
+    return Prediction(outcome.seconds, waiting_s, outcome.messages / hosts, outcome.nbytes / hosts, outcome)
+
+
+def steady_state_seconds(operation: Operation, machine: Machine, calls: int = 12) -> float:
+    """Return the seconds of one of many calls that follow each other."""
+    several, one = (predict([operation] * number, machine).seconds for number in (calls, 1))
+    return (several - one) / (calls - 1)
+
+
+def step_of(calibration: StepCalibration, machine: Machine) -> Step:
+    """Return a calibrated training step, with the times for as many ranks as compute at once."""
+    ranks = machine.ranks if machine.shares_cores else machine.ranks_per_host
+    times = calibration.at(ranks)
+    # Where ranks take turns, the measured times have the turns of others in them; the simulation adds these.
+    own = min(1.0, machine.host.cores / times.ranks) if times.ranks > machine.host.cores else 1.0
+    return Step(
+        times.forward_s * own,
+        times.backward_s * own,
+        times.optimizer_s * own,
+        calibration.bucket_bytes,
+        tuple(each * own for each in times.ready_s),
+        calibration.dtype,
+        # nn/parallel/reducer.py: between hosts, or where the host has cores to spare
+        overlaps=machine.hosts > 1 or machine.ranks_per_host < machine.host.cores,
+        bucket_cost_s=calibration.bucket_cost_s,
+    )
+
+
+def predict_step(calibration: StepCalibration, machine: Machine) -> Prediction:
+    """Predict a calibrated training step."""
+    return predict(step_of(calibration, machine), machine)
+
+
+def schedule_of(workload: Workload, machine: Machine, choices: Choices | None = None) -> Schedule:
+    """Record what the ranks do for a workload; arguments as of :func:`predict`."""
+    operations = (
+        [Operation("all_reduce", nbytes, workload.dtype, "AVG") for nbytes in workload.bucket_bytes]
+        if isinstance(workload, Step)
+        else [each for each in workload if isinstance(each, Operation)]
+    )
+    if not isinstance(workload, Step) and not workload:
+        raise InvalidArgumentError("the workload has no operation")
+    roots = {each.root // machine.ranks_per_host for each in operations if each.row.root}
+    recorder = Recorder(machine.hosts, machine.ranks_per_host, machine.apart | roots, choices)
+    writer = _Writer(recorder)
+    if isinstance(workload, Step):
+        for number in range(workload.repeats):
+            _write_step(writer, workload, operations, number)
+    else:
+        for each in workload:
+            if isinstance(each, Operation):
+                writer.operation(each, "program")
+            else:
+                writer.pause(each)
+    return Schedule(
+        machine.hosts, machine.ranks_per_host, list(writer.lanes.values()), recorder.stands_for_others
+    )
+
+
+class _Writer:
+    """Puts recorded operations one after the other."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.ends = [
+            (host, local_rank) for host in recorder.recorded for local_rank in range(recorder.ranks_per_host)
+        ]
+        self.lanes: dict[tuple[int, int, str], Lane] = {}
+        self._flags: defaultdict[int, int] = defaultdict(int)
+        self._tags: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def add(self, name: str, events: Callable[[int], Sequence[Event]]) -> None:
+        """Add events to a lane of every recorded rank, by rank."""
+        for host, local_rank in self.ends:
+            rank = host * self._recorder.ranks_per_host + local_rank
+            self._lane(host, local_rank, name).events.extend(events(rank))
+
+    def operation(self, operation: Operation, name: str) -> None:
+        recording = self._recorder.record(operation)
+        for (host, local_rank), events in recording.events.items():
+            moved: Iterable[Event] = shifted(events, self._flags[host], self._tags[host, local_rank])
+            self._lane(host, local_rank, name).events.extend(moved)
+        for host, flags in recording.flags.items():
+            self._flags[host] += flags
+        for end, tags in recording.tags.items():
+            self._tags[end] += tags
+
+    def pause(self, pause: Pause) -> None:
+        self.add("program", lambda rank: [Compute(pause.seconds[rank % len(pause.seconds)])])
+
+    def _lane(self, host: int, local_rank: int, name: str) -> Lane:
+        key = host, local_rank, name
+        if key not in self.lanes:
+            self.lanes[key] = Lane(host, local_rank, name)
+        return self.lanes[key]
+
+
+def _write_step(writer: _Writer, step: Step, buckets: Sequence[Operation], number: int) -> None:
+    """Write a training step: backward on the program's lane, reductions beside it or after it."""
+    signals = 2 * len(buckets) * number
+    program: list[Event] = [Compute(step.forward_s)]
+    before = 0.0
+    for index, ready_s in enumerate(step.ready_s):
+        program += [Compute(max(0.0, min(ready_s, step.backward_s) - before)), Compute(step.bucket_cost_s)]
+        program.append(Signal(signals + 2 * index))
+        before = max(before, min(ready_s, step.backward_s))
+    program.append(Compute(max(0.0, step.backward_s - before)))
+    writer.add("program", lambda rank: program)
+    lane = "communication" if step.overlaps else "program"
+    for index, bucket in enumerate(buckets):
+        if step.overlaps:
+            writer.add(lane, lambda rank, index=index: [AwaitSignal(signals + 2 * index)])  # type: ignore[misc]
+        writer.operation(bucket, lane)
+        if step.overlaps:
+            writer.add(lane, lambda rank, index=index: [Signal(signals + 2 * index + 1)])  # type: ignore[misc]
+    if step.overlaps:
+        ends: list[Event] = [AwaitSignal(signals + 2 * index + 1) for index in range(len(buckets))]
+        writer.add("program", lambda rank: ends)
+    writer.add("program", lambda rank: [Compute(step.optimizer_s)])

@@ -1,0 +1,178 @@
+"""Schedules: what the ranks of a job do, event by event, as the simulation and the exporters take it.
+
+A rank has *lanes*: threads of its own whose events happen one after the other, ``"program"`` and perhaps
+``"communication"``. The lanes of one rank are ordered by signals, the ranks of a host by flags
+(kernels/waiting.py), and ranks on different hosts by messages. Recorders write schedules
+(:mod:`torchestra.performance.recording`).
+
+Not every host of a large job needs lanes of its own. Where hosts do the same, one *stands for* all others
+that have no lanes: these send what it sends, at the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+__all__ = [
+    "AwaitFlag",
+    "AwaitSignal",
+    "Compute",
+    "Copy",
+    "Event",
+    "Fetch",
+    "Lane",
+    "Overhead",
+    "Receive",
+    "Reduce",
+    "Schedule",
+    "Send",
+    "SetFlag",
+    "Signal",
+    "shifted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy ``nbytes`` of the rank's tensors, of ``working_set_bytes`` in all, into a buffer of its own.
+
+    The working set is 0 for memory that the operation has touched before, here as in other events.
+    """
+
+    nbytes: int
+    working_set_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy ``nbytes`` out of buffers that other ranks have written into the rank's tensors."""
+
+    nbytes: int
+    working_set_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Read ``nbytes`` of several sources together, and write their reduction."""
+
+    nbytes: int
+    working_set_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Keep a core for ``seconds``: the program's own work."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Spend what the calibration has under ``name`` in ``HostCalibration.per_op_s``.
+
+    Of ``call.NAME``, a public call of operation NAME, the calibration may only have what any call takes.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetFlag:
+    """Set the rank's flag, which only grows, to ``value``."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitFlag:
+    """Wait until the flag of a local rank of the same host is at least ``value``."""
+
+    local_rank: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Let another lane of the same rank go on that waits for signal ``number``."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSignal:
+    """Wait for signal ``number`` of another lane of the same rank."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Begin to send ``nbytes`` to the same local rank of each of some hosts, in this order."""
+
+    hosts: Sequence[int]
+    nbytes: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for the messages with ``tag``, of ``nbytes`` each, from the same local rank of some hosts."""
+
+    hosts: Sequence[int]
+    nbytes: int
+    tag: int
+
+
+Event = (
+    Copy | Fetch | Reduce | Compute | Overhead | SetFlag | AwaitFlag | Signal | AwaitSignal | Send | Receive
+)
+
+
+@dataclass
+class Lane:
+    """One thread of a rank.
+
+    Attributes:
+        host, local_rank: whose it is.
+        name: ``"program"`` or ``"communication"``.
+        events: what it does.
+    """
+
+    host: int
+    local_rank: int
+    name: str = "program"
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass
+class Schedule:
+    """What the ranks of a job do.
+
+    Attributes:
+        hosts, ranks_per_host: of the job.
+        lanes: those of the hosts that have been recorded.
+        stands_for_others: the host whose lanes are those of all hosts that have none; None if every host has.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    lanes: list[Lane]
+    stands_for_others: int | None = None
+
+    @property
+    def recorded_hosts(self) -> list[int]:
+        """Return the hosts that have lanes, in ascending order."""
+        return sorted({lane.host for lane in self.lanes})
+
+
+def shifted(events: Iterable[Event], flags: int, tags: int) -> list[Event]:
+    """Return the events with higher flags and tags, as those of an operation that comes after others."""
+    moved: list[Event] = []
+    for event in events:
+        if isinstance(event, SetFlag | AwaitFlag):
+            event = replace(event, value=event.value + flags)
+        elif isinstance(event, Send | Receive):
+            event = replace(event, tag=event.tag + tags)
+        moved.append(event)
+    return moved

@@ -1,0 +1,194 @@
+"""Replay schedules on SimGrid, an independent simulator of distributed systems, to compare with.
+
+SimGrid (Casanova and others 2014) shares links among messages by a fluid model, where this package's network
+sends one message after the other; so agreement of the two says something. Its Python module is needed, as in
+Debian's package python3-simgrid: see https://simgrid.org.
+
+Each lane becomes an actor, each host one with a link in either direction. Cores are not shared there, and
+overheads of messages are time of the lane that sends or receives.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from bisect import bisect_left
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.performance.costs import Costs
+from torchestra.performance.machine import Machine
+from torchestra.performance.schedule import (
+    AwaitFlag,
+    AwaitSignal,
+    Lane,
+    Receive,
+    Schedule,
+    Send,
+    SetFlag,
+    Signal,
+)
+
+__all__ = ["replay"]
+
+_CONFIGURATION = ("network/model:CM02", "network/TCP-gamma:0", "contexts/factory:thread", "root.thres:error")
+"""Bandwidth and latency as given, without the corrections for TCP over gigabit Ethernet."""
+
+_Key = tuple[object, ...]
+
+
+def replay(schedule: Schedule, machine: Machine) -> float:
+    """Return the seconds that a schedule takes on SimGrid. Runs in a process of its own: it is once in each.
+
+    Raises:
+        DistError: SimGrid's Python module is not installed.
+        InvalidArgumentError: not every host has been recorded.
+    """
+    if schedule.stands_for_others is not None:
+        raise InvalidArgumentError(
+            f"SimGrid replays the schedule of every rank, and of {machine.ranks} ranks not every one is"
+            " recorded; take fewer hosts"
+        )
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_replay, schedule, machine).result()
+
+
+def _replay(schedule: Schedule, machine: Machine) -> float:
+    try:
+        simgrid = importlib.import_module("simgrid")
+    except ImportError as error:
+        raise DistError(f"SimGrid's Python module is needed for a replay on it ({error})") from error
+    arguments = [
+        "replay",
+        *(f"--cfg={each}" for each in _CONFIGURATION if "thres" not in each),
+        "--log=root.thres:error",
+    ]
+    engine = simgrid.Engine(arguments)
+    hosts = _platform(simgrid, machine)
+    replayed = _Replay(simgrid, schedule, machine)
+    ends: list[float] = []
+    for number, lane in enumerate(schedule.lanes):
+
+        def act(lane: Lane = lane) -> None:
+            replayed.act(lane)
+            ends.append(engine.clock)
+
+        simgrid.Actor.create(f"lane{number}", hosts[lane.host], act)
+    engine.run()
+    if len(ends) != len(schedule.lanes):
+        raise DistError(f"{len(schedule.lanes) - len(ends)} lanes wait for ever in SimGrid")
+    return max(ends)
+
+
+def _platform(simgrid: Any, machine: Machine) -> list[Any]:
+    """Make a host for each host, with a link to the middle of a star; return them."""
+    zone = simgrid.NetZone.create_star_zone("hosts")
+    hosts = []
+    for number in range(machine.hosts):
+        host = zone.create_host(f"host{number}", 1e9)
+        hosts.append(host)
+        if machine.link is not None:
+            share = machine.slow_links.get(number, 1.0)
+            link_class = machine.link.classes[-1]
+            bandwidth = share / max(link_class.gap_per_byte_s, 1e-15)
+            link = zone.create_split_duplex_link(f"link{number}", bandwidth)
+            link.set_latency(link_class.latency_s / 2).seal()
+            up = simgrid.LinkInRoute(link, simgrid.LinkInRoute.UP)
+            zone.add_route(host.netpoint, None, None, None, [up], True)
+    zone.seal()
+    return hosts
+
+
+class _Replay:
+    """Runs lanes as actors."""
+
+    def __init__(self, simgrid: Any, schedule: Schedule, machine: Machine) -> None:
+        self._simgrid = simgrid
+        self._machine = machine
+        self._costs = Costs(machine)
+        self._flags: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._released: defaultdict[_Key, list[Any]] = defaultdict(list)
+        self._semaphores: dict[_Key, Any] = {}
+        for lane in schedule.lanes:
+            values = [event.value for event in lane.events if isinstance(event, SetFlag)]
+            self._flags[lane.host, lane.local_rank] += values
+        for number, lane in enumerate(schedule.lanes):
+            for event in lane.events:
+                if isinstance(event, AwaitFlag | AwaitSignal):
+                    cause, own = self._cause(lane, event), (number, self._cause(lane, event))
+                    if own not in self._semaphores:
+                        self._semaphores[own] = simgrid.Semaphore(0)
+                        self._released[cause].append(self._semaphores[own])
+        self._numbers = {id(lane): number for number, lane in enumerate(schedule.lanes)}
+
+    def _cause(self, lane: Lane, event: AwaitFlag | AwaitSignal) -> _Key:
+        """Return which flag or signal ends a wait."""
+        if isinstance(event, AwaitSignal):
+            return "signal", lane.host, lane.local_rank, event.number
+        index = bisect_left(self._flags[lane.host, event.local_rank], event.value)
+        return "flag", lane.host, event.local_rank, index
+
+    def act(self, lane: Lane) -> None:
+        """Be a lane; called on its actor."""
+        me = self._simgrid.Actor.self()
+        for event in lane.events:
+            if isinstance(event, Receive):
+                for other in event.hosts:
+                    self._mailbox(other, lane.host, lane, event.tag).set_receiver(me)
+        rank = lane.host * self._machine.ranks_per_host + lane.local_rank
+        flags = 0
+        waited: set[_Key] = set()
+        for event in lane.events:
+            if isinstance(event, SetFlag):
+                self._release(("flag", lane.host, lane.local_rank, flags))
+                flags += 1
+            elif isinstance(event, Signal):
+                self._release(("signal", lane.host, lane.local_rank, event.number))
+            elif isinstance(event, AwaitFlag | AwaitSignal):
+                self._await(lane, event, waited)
+            elif isinstance(event, Send):
+                self._send(lane, event)
+            elif isinstance(event, Receive):
+                self._receive(lane, event)
+            elif seconds := self._costs.seconds_of(event, rank):
+                self._sleep(seconds)
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            self._simgrid.this_actor.sleep_for(seconds)
+
+    def _release(self, cause: _Key) -> None:
+        for semaphore in self._released[cause]:
+            semaphore.release()
+
+    def _await(self, lane: Lane, event: AwaitFlag | AwaitSignal, waited: set[_Key]) -> None:
+        cause = self._cause(lane, event)
+        if cause in waited:
+            return
+        waited.add(cause)
+        engine = self._simgrid.Engine.instance
+        before = engine.clock
+        self._semaphores[self._numbers[id(lane)], cause].acquire()
+        if engine.clock > before:
+            host = self._machine.host
+            self._sleep(host.flag_s if isinstance(event, AwaitFlag) else host.wakeup_s)
+
+    def _send(self, lane: Lane, event: Send) -> None:
+        assert self._machine.link is not None
+        link = self._machine.link.of(event.nbytes)
+        for other in event.hosts:
+            self._sleep(link.send_overhead_s + event.nbytes * link.send_overhead_per_byte_s)
+            mailbox = self._mailbox(lane.host, other, lane, event.tag)
+            mailbox.put_init("", event.nbytes).detach()
+
+    def _receive(self, lane: Lane, event: Receive) -> None:
+        assert self._machine.link is not None
+        link = self._machine.link.of(event.nbytes)
+        for other in event.hosts:
+            self._mailbox(other, lane.host, lane, event.tag).get()
+            self._sleep(link.receive_overhead_s + event.nbytes * link.receive_overhead_per_byte_s)
+
+    def _mailbox(self, source: int, target: int, lane: Lane, tag: int) -> Any:
+        return self._simgrid.Mailbox.by_name(f"{source}.{target}.{lane.local_rank}.{tag}")
