@@ -39,7 +39,7 @@ REPLACED: dict[str, Callable[..., int]] = dict.fromkeys(
         "recorder.recorder.close_message",
         "recorder.recorder.message_came",
         "recorder.clock.read_coarse_clock",
-        "kernels.placement.settle",
+        "kernels.placement.rebalance_sometimes",
     ),
     _nothing,
 )
@@ -127,7 +127,7 @@ def message(count: int, *more: int, ring: int = 256) -> Arguments:
 _CRASH = Rules(crashes=1)
 _SPURIOUS = Rules(spurious=1)
 _BOUNDED = Rules(preemptions=2)
-_NAPS = Rules(time_outs=True)
+_TIMED = Rules(time_outs=True)
 # Beside the flag, in a slot, in two chunks.
 _SMALL, _SLOT, _CHUNKS = 1, 7, 200
 d, m = drivers, message_drivers
@@ -140,6 +140,8 @@ CASES = [
     Case("all_reduce beside the flag", 2, d.all_reduces, in_place(_SMALL, -1, 3)),
     Case("all_reduce in slots", 2, d.all_reduces, in_place(_SLOT, -1, 3)),
     Case("all_reduce in slots, a rank crashes", 2, d.all_reduces, in_place(_SLOT, -1, 2), rules=_CRASH),
+    Case("all_reduce, started", 2, d.started,
+         lambda r, k: (r.plan(k), _SLOT, r.tensor(k, _SLOT), r.shared_words(16), 2)),
     Case("all_reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, -1, 1)),
     Case("all_reduce in heaps", 2, d.all_reduces, in_heap(_CHUNKS, -1, 2)),
     Case("all_reduce in heaps, a rank crashes", 2, d.all_reduces, in_heap(_CHUNKS, -1, 1), rules=_CRASH),
@@ -171,8 +173,8 @@ CASES = [
     Case("a message as long as two rings", 2, m.stream, message(32, 1, ring=128), rules=_BOUNDED),
     Case("a message longer than the ring, a rank crashes", 2, m.stream, message(40, 1),
          rules=Rules(crashes=1, preemptions=1)),
-    Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 0), rules=_NAPS),
-    Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 1, 1), rules=_NAPS),
+    Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 0), rules=_TIMED),
+    Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 1, 1), rules=_TIMED),
     Case("barrier of three", 3, d.barriers, lambda r, k: (r.plan(k), 2), rules=_BOUNDED),
     Case("all_reduce of three", 3, d.all_reduces, in_place(_SMALL, -1, 2), rules=_BOUNDED),
     Case("broadcast of three", 3, d.broadcasts, in_place(6, 1, 2, root=1), rules=_BOUNDED),

@@ -9,8 +9,9 @@ group if one has died. :func:`look_around` stands for that.
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import move, prefix, reduce
-from torchestra.engine.native.atomics import load, store, store_ordered
+from torchestra.engine.kernels import move, prefix, reduce, shared_words
+from torchestra.engine.kernels.waiting import stop_waiting, wait_again
+from torchestra.engine.native.atomics import load, load_acquire, store, store_ordered
 from torchestra.engine.native.declarations import External, KernelSource
 
 ABORT, PLAN_CONTEXT, RANK, SIZE, RESUME = at.ABORT, at.PLAN_CONTEXT, at.RANK, at.SIZE, at.RESUME
@@ -27,6 +28,7 @@ PLAN_META = at.PLAN_META
 all_reduce, all_gather, barrier, broadcast = reduce.all_reduce, move.all_gather, move.barrier, move.broadcast
 reduce_scatter_even, all_to_all_even = reduce.reduce_scatter_even, move.all_to_all_even
 gather, scatter, scan = move.gather, move.scatter, prefix.scan
+increment_and_wake, sleep_while = shared_words.increment_and_wake, shared_words.sleep_while
 
 expect = External("expect", "i64", "i64", "i64")
 """Fail unless two words are equal."""
@@ -87,6 +89,45 @@ def all_reduces(plan, count, tensor, root, operations):
                 for peer in range(size):
                     total += value(peer, operation, index)
                 expect(load(tensor + 8 * index), total)
+    return DONE
+
+
+@driver
+def await_word(word, least):
+    """Sleep until a word is at least so much."""
+    found = load_acquire(word)
+    while found < least:
+        found = sleep_while(word, found)
+
+
+@driver
+def started(plan, count, tensor, words, operations):
+    """Reduce; rank 0 starts, and ends only when rank 1 has: whoever has started is waited for no more.
+
+    Every second time rank 1 begins when rank 0 has started: whoever starts waits for nobody.
+    """
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        if rank == 0:
+            spins = stop_waiting(context)
+            code = all_reduce(plan, count, tensor)
+            wait_again(context, spins)
+            increment_and_wake(words)
+            await_word(words + 64, operation + 1)
+        elif operation % 2 == 1:
+            await_word(words, operation + 1)
+        if rank == 1 or code == PENDING:
+            code = all_reduce(plan, count, tensor)
+        while code == PENDING:
+            code = all_reduce(plan, count, tensor)
+        if code != DONE:
+            return code
+        if rank == 1:
+            increment_and_wake(words + 64)
+        for index in range(count):
+            expect(load(tensor + 8 * index), value(0, operation, index) + value(1, operation, index))
     return DONE
 
 

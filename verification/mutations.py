@@ -45,7 +45,7 @@ class Mutation:
 
 
 _WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE = (
-    f"kernels.{name}." for name in ("waiting", "buffers", "early", "move", "reduce")
+    f"kernels.{name}." for name in ("waiting", "buffers", "eager", "move", "reduce")
 )
 _RING, _DOORBELL = "p2p.ring.", "kernels.doorbell."
 _FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
@@ -64,7 +64,7 @@ MUTATIONS = [
     Mutation(_WAITING + "_wake_if_any", "load_ordered(", "load_acquire(", "all_reduce in chunks"),
     Mutation(
         _WAITING + "_wake_if_any",
-        "syscall(FUTEX, line, FUTEX_WAKE, EVERYBODY, 0, 0, 0)",
+        "syscall(FUTEX, line, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)",
         "pass",
         "barrier",
     ),
@@ -103,6 +103,16 @@ MUTATIONS = [
         "if False:",
         "barrier, a rank crashes",
     ),
+    # Starting an operation, and waiting for nobody.
+    Mutation(
+        _WAITING + "wait_until",
+        "wake_sleepers(context)\n        store(",
+        "store(",
+        "all_reduce, started",
+    ),
+    Mutation(
+        _WAITING + "stop_waiting", "store(context + HOLDS_INTERPRETER, 1)", "pass", "all_reduce, started"
+    ),
     # Beginning an operation, and meeting.
     Mutation(_WAITING + "enter", "load(context + SEEN) < begun", "False", "broadcast, ten ahead"),
     Mutation(_WAITING + "enter", "- apart", "- apart - 1", "broadcast, ten ahead"),
@@ -137,10 +147,10 @@ MUTATIONS = [
     # Buffers.
     Mutation(_BUFFERS + "buffer_of", "load(context + SEQUENCE) & 1", "0", "all_reduce in slots"),
     Mutation(_BUFFERS + "buffer_of", "chunk % 3", "chunk % 1", "all_gather in parts"),
-    Mutation(_BUFFERS + "early_piece", "load(context + SEQUENCE) & WINDOW - 1", "0", "broadcast"),
+    Mutation(_BUFFERS + "eager_piece", "load(context + SEQUENCE) & WINDOW - 1", "0", "broadcast"),
     Mutation(_BUFFERS + "apart", "else 1", "else 2", "all_reduces and broadcasts in turn"),
     Mutation(
-        _EARLY + "early_broadcast",
+        _EARLY + "eager_broadcast",
         "if rank == root:\n            memcpy(",
         "post(context, meta, count)\n        if rank == root:\n            memcpy(",
         "broadcast",

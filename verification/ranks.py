@@ -36,7 +36,7 @@ class Sizes:
     chunk: int = 1040
     share: int = 48
     peer_chunk: int = 48
-    early: int = 64
+    eager: int = 64
     stream_above: int = 1 << 40
 
 
@@ -61,9 +61,9 @@ class Ranks:
                 (at.SPINS, 0), (at.YIELDS, 0), (at.STREAM_ABOVE, sizes.stream_above),
                 (at.DIRECT, sizes.direct), (at.CHUNK, sizes.chunk), (at.SHARE, sizes.share),
                 (at.PEER_CHUNK, sizes.peer_chunk),
-                (at.EARLY_BYTES, sizes.early),
+                (at.EAGER_BYTES, sizes.eager),
             ):  # fmt: skip
-                context.set_word(offset, value)
+                context.store_word(offset, value)
             find_heaps(self.arena, context._words)
             self.own(rank, context._words)
             self.own(rank, context._tables)

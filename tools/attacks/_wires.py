@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from tools.attacks._target import SERVED_SECONDS
 
 from torchestra.transport.message import Message
 from torchestra.transport.transport import Transport
@@ -21,7 +22,7 @@ class Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.came: list[int] = []
-        self.wire = Transport(f"worker{rank}", HERE, None, 30.0, self._arrived)
+        self.wire = Transport(f"worker{rank}", HERE, None, SERVED_SECONDS, self._arrived)
         self.text = np.zeros(10, np.uint8)
 
     @property
@@ -33,7 +34,7 @@ class Worker:
     def join(self, others: list[Worker]) -> None:
         """Meet the others."""
         cards = {other.rank: other.wire.endpoint for other in others if other is not self}
-        self.wire.join(cards, {rank: f"worker{rank}" for rank in cards}, 60.0)
+        self.wire.join(cards, {rank: f"worker{rank}" for rank in cards}, SERVED_SECONDS)
 
     def _arrived(self, message: Message) -> None:
         self.came.append(message.tag)
@@ -46,7 +47,7 @@ class Worker:
         """
         tag = len(other.came)
         self.wire.send(other.rank, 1, tag, [(self.text.ctypes.data, self.text.nbytes)], None)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SERVED_SECONDS
         while len(other.came) <= tag:
             if time.monotonic() > deadline or other.rank in self.wire.lost():
                 raise RuntimeError(f"a message has not come: {self.wire.lost()}")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
-from tools.attacks._target import NOBODY, Watched
+from tools.attacks._target import NOBODY, SERVED_SECONDS, Watched
 
 from torchestra.engine.membership.arena_transfer import ArenaOffer, make_offer, make_request
 
@@ -58,7 +58,7 @@ def attack(seconds: float) -> Outcome:
 
 def _ask(offer: ArenaOffer) -> None:
     request = make_request(offer.key, 1, 2, "g", threads=False)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SERVED_SECONDS
     try:
         while (transfer := request.answer()) is None:
             if time.monotonic() > deadline:

@@ -47,7 +47,7 @@ def _try(outcome: Outcome, what: str, said: list[bytes]) -> None:
         first, second, bad = made
         first.tell(second)
         for frame in said:
-            bad.wire._loop.peers[0].say(frame)  # sends whatever it is given
+            bad.wire._loop.peers[0].queue_control(frame)  # sends whatever it is given
         bad.wire._loop.wake()
         outcome.tried[what] += 1
         try:

@@ -11,7 +11,7 @@ from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import Watched
 from tools.attacks._wires import meet, workers
 
-from torchestra.transport.listener import MOST_STRANGERS, TOLD_IN_ADVANCE
+from torchestra.transport.listener import MAX_UNAUTHENTICATED, TOLD_IN_ADVANCE
 
 FLOOD_SECONDS = 0.2
 MESSAGES_SECONDS = 0.2
@@ -39,7 +39,7 @@ def attack(seconds: float) -> Outcome:
 
 
 def _meet_among(outcome: Outcome, talks: Sequence[Sequence[bytes]]) -> None:
-    with workers(2) as made, Watched(outcome, 2 * (MOST_STRANGERS + TOLD_IN_ADVANCE)) as watched:
+    with workers(2) as made, Watched(outcome, 2 * (MAX_UNAUTHENTICATED + TOLD_IN_ADVANCE)) as watched:
         first, second = made
         floods = [Flood(worker.address, talks, most=2000) for worker in made]
         with floods[0], floods[1]:

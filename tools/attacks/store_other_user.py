@@ -10,7 +10,7 @@ from tools.attacks._target import NOBODY, Watched, root_only
 
 from torchestra.store import TCPStore, TCPStoreServer
 from torchestra.store.tcp.protocol import AuthMethod, Hello
-from torchestra.store.tcp.server import MOST_STRANGERS
+from torchestra.store.tcp.server import MAX_UNAUTHENTICATED
 from torchestra.system.authentication import NONCE_BYTES
 
 hindrance = root_only
@@ -27,7 +27,7 @@ def attack(seconds: float) -> Outcome:
 def _serve(outcome: Outcome, host: str, seconds: float) -> None:
     hello = Hello(AuthMethod.NONE, bytes(NONCE_BYTES)).encode(from_client=True)
     talks = [SILENCE, (hello,), (hello, struct.pack(">BI", 1, 3) + b"abc")]
-    with TCPStoreServer(host, secret=None) as server, Watched(outcome, MOST_STRANGERS + 50) as watched:
+    with TCPStoreServer(host, secret=None) as server, Watched(outcome, MAX_UNAUTHENTICATED + 50) as watched:
         client = TCPStore(server.host, server.port)
         address = server.host.removeprefix("unix:@") if server.port == 0 else (server.host, server.port)
         with Flood(address, talks, most=500, user=NOBODY) as flood:

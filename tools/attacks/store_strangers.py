@@ -12,7 +12,7 @@ from tools.attacks._target import Watched
 
 from torchestra.store import TCPStore, TCPStoreServer
 from torchestra.store.tcp.protocol import AuthMethod, Hello
-from torchestra.store.tcp.server import MOST_STRANGERS
+from torchestra.store.tcp.server import MAX_UNAUTHENTICATED
 from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES
 
 SECRET = b"between us"
@@ -36,7 +36,7 @@ def attack(seconds: float) -> Outcome:
         server = stack.enter_context(TCPStoreServer(secret=SECRET))
         client = TCPStore(server.host, server.port, secret=SECRET)
         stack.callback(client.close)
-        watched = stack.enter_context(Watched(outcome, MOST_STRANGERS + 50))
+        watched = stack.enter_context(Watched(outcome, MAX_UNAUTHENTICATED + 50))
 
         def ask() -> None:
             assert client.add("served", 1) > 0

@@ -19,6 +19,7 @@ _RULES = [
     (r"\btorch\._C\._distributed_autograd\b", "torchestra.compat.autograd"),
     (r"\btorch\._C\._distributed_rpc\b", "torchestra.compat.rpc"),
     (r"\btorch\.distributed\b", "torchestra.compat"),
+    (r"\btorch\.futures\.(collect_all|wait_all)\b", r"torchestra.compat.futures.\1"),
     (r"\btorch\.nn\.parallel\.distributed\b", "torchestra.nn.parallel.distributed"),
     (
         r"\bfrom torch\.nn\.parallel import DistributedDataParallel\b",
@@ -39,6 +40,10 @@ def renamed(text: str) -> str:
     """A module's text after the rename. Beside ``import torch`` it imports what it has come to name."""
     for pattern, replacement in _RULES:
         text = re.sub(pattern, replacement, text)
-    roots = [name for name in ("torchestra.compat", "torchestra.nn.parallel", PACKAGE) if f"{name}." in text]
+    roots = [
+        name
+        for name in ("torchestra.compat", "torchestra.compat.futures", "torchestra.nn.parallel", PACKAGE)
+        if f"{name}." in text
+    ]
     imports = "\n".join(f"import {name}" for name in roots)
     return re.sub(_BESIDE, f"import torch\n{imports}", text, count=1)

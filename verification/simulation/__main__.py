@@ -1,0 +1,65 @@
+"""Simulate replicas of a store, groups on several hosts, their messages, and RPC workers: `make simulate`.
+
+    python -m verification.simulation --seeds 1000                       # so many of each subject
+    python -m verification.simulation --subject groups --first 89 --seeds 1    # that seed again, exactly
+
+A failing seed ends the run: printed are the promise that it breaks, the fewest of its faults that suffice,
+what happened, and the command that repeats it. The exit code is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from verification.simulation.subjects import SUBJECTS, Failure, check
+
+_SHOWN_EVENTS = 60
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m verification.simulation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=200, help="how many of each subject")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--subject", choices=SUBJECTS, help="this one alone")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that run seeds at once")
+    options = parser.parse_args(arguments)
+    seeds = range(options.first, options.first + options.seeds)
+    subjects = list(SUBJECTS) if options.subject is None else [options.subject]
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(min(options.processes, len(seeds)), mp_context=context) as pool:
+        return max(_simulate(pool, subject, seeds) for subject in subjects)
+
+
+def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> int:
+    began, done = time.monotonic(), 0
+    for failure in pool.map(partial(check, subject), seeds, chunksize=max(1, min(16, len(seeds) // 8))):
+        done += 1
+        if failure is not None:
+            _show(subject, failure)
+            pool.shutdown(wait=False, cancel_futures=True)
+            return 1
+    print(f"{subject}: {done} seeds, {done / (time.monotonic() - began) * 3600:,.0f} an hour", flush=True)
+    return 0
+
+
+def _show(subject: str, failure: Failure) -> None:
+    again = f"python -m verification.simulation --subject {subject} --first {failure.seed} --seeds 1"
+    lines = [f"{subject}: seed {failure.seed} FAILED: {failure.what}", failure.plan]
+    lines += failure.events[-_SHOWN_EVENTS:]
+    print("\n".join([*filter(None, lines), f"again: {again}"]), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

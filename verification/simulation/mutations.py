@@ -1,0 +1,329 @@
+"""Ways to break the product's protocols, each with a run that shows it.
+
+Some are defects that the simulation has found, put back: the first four, the first two of RPC, and the first
+three of autograd.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from torchestra.autograd.contexts import Context, ContextContainer
+from torchestra.autograd.graph_task import GraphTask, Key
+from torchestra.autograd.send_recv import RecvRpc, SendRpc
+from torchestra.engine.membership.agreement import Ballot, MembershipAgreement
+from torchestra.engine.multihost.failure_detector import FailureDetector
+from torchestra.engine.multihost.store_registers import StoreRegisters
+from torchestra.engine.multihost.suspicion import SuspicionTimers
+from torchestra.errors import WorkerFailedError
+from torchestra.rpc.execution import CallExecutor
+from torchestra.rpc.headers import ForkData, IncomingHeader, Reference
+from torchestra.rpc.liveness import Liveness
+from torchestra.rpc.rref_context import RRefContext
+from torchestra.rpc.rref_state import OwnerRRef, UserRRef
+from torchestra.rpc.termination import TerminationDetector
+from torchestra.transport.message import Message
+from torchestra.transport.pair import PairConnection
+from verification.simulation import groups, messages, rpc
+from verification.simulation.autograd import AutogradWorld
+from verification.simulation.faults import Fault
+from verification.simulation.groups import GroupsWorld
+from verification.simulation.messages import MessagesWorld
+from verification.simulation.network import Quality
+from verification.simulation.rpc import RpcWorld
+from verification.simulation.scheduler import SimulationError
+from verification.simulation.world import Plan, World
+
+_MAX_OTHER_SEEDS = 40
+
+
+class Mutation(NamedTuple):
+    """One way to break a protocol.
+
+    Attributes:
+        owner, method, replacement: what is replaced, by what.
+        world, plan: a run that has shown it; without the mutation it breaks nothing.
+        says: a part of what the failure says.
+    """
+
+    owner: type
+    method: str
+    replacement: Callable[..., Any]
+    world: Callable[[Plan], World]
+    plan: Plan
+    says: str
+
+    def is_found(self) -> bool:
+        """Return whether a run with the mutation fails as it says.
+
+        After a change of the product, wherever, the plan may give another order of events, without a failure.
+        So others are tried, until one has it.
+        """
+        with mock.patch.object(self.owner, self.method, self.replacement):
+            return any(self._is_shown_by(plan) for plan in (self.plan, *self._others()))
+
+    def _is_shown_by(self, plan: Plan) -> bool:
+        try:
+            self.world(plan).go()
+        except SimulationError as failure:
+            return self.says in str(failure)
+        finally:
+            gc.collect()
+        return False
+
+    def _others(self) -> Iterator[Plan]:
+        planners: dict[object, list[Callable[[int], Plan]]] = {
+            GroupsWorld: [groups.plan],
+            MessagesWorld: [messages.plan],
+            RpcWorld: [rpc.plan],
+            AutogradWorld: [rpc.plan, _late_crash],
+        }
+        for seed in range(_MAX_OTHER_SEEDS):
+            yield from (planner(seed) for planner in planners[self.world])
+
+
+def _void_as_an_outsider(self: MembershipAgreement, ballot: Ballot) -> bool:
+    return True
+
+
+def _leave_the_silent_alone(
+    self: FailureDetector, message: object, failed: frozenset[int], deadline: float
+) -> None:
+    contact = self._contact
+    silent = {host for host in self._others if failed.issuperset(self.hosts.on(host))}
+    with mock.patch.object(self, "_contact", lambda host: None if host in silent else contact(host)):
+        _tell_all(self, message, failed, deadline)
+
+
+def _accuse_nobody(self: StoreRegisters) -> set[int]:
+    return set()
+
+
+def _count_time_without_looks(self: SuspicionTimers, hosts: Iterable[int]) -> dict[int, float]:
+    now = self._clock.elapsed()
+    for host in self.heard:
+        self._since[host] = self._heard_at[host] = now
+    self.heard.clear()
+    return {host: now - self._since.setdefault(host, now) for host in hosts}
+
+
+def _take_messages_twice(self: PairConnection, sequence: int, size: int) -> bool:
+    _note_received(self, sequence, size)
+    return True
+
+
+def _forget_what_is_not_confirmed(self: PairConnection) -> None:
+    self._unconfirmed.clear()
+    _break_off(self)
+
+
+def _commit_what_is_not_ready(self: StoreRegisters, ballot: Ballot) -> set[int]:
+    return set()
+
+
+def _void_what_is_committed(self: StoreRegisters, ballot: Ballot, gone: Iterable[int] = ()) -> bool:
+    self._store.set(f"verdict/{ballot.epoch}", b"void")
+    return True
+
+
+def _count_an_empty_flush(self: PairConnection, clock: float) -> None:
+    _flush(self, clock)
+    self.sent_at = clock
+
+
+def _fork_to_the_lost(self: RRefContext, rref: Reference, to: int, forks: list[ForkData]) -> None:
+    with mock.patch.object(self, "_lost", set()):
+        _fork(self, rref, to, forks)
+
+
+def _keep_nothing(self: RRefContext, rref: Reference, to: int, forks: list[ForkData]) -> None:
+    _fork(self, rref, to, forks)
+    self._kept.pop(forks[-1].fork_id, None)
+
+
+def _leave_the_forks_of_the_lost(self: RRefContext, rank: int) -> None:
+    with mock.patch.object(self, "_owners", {}):
+        _remove_lost(self, rank)
+
+
+def _free_what_has_forks(self: RRefContext, owned: OwnerRRef) -> None:
+    if owned.created and owned.handles <= 0:
+        self._owners.pop(owned.rref_id, None)
+
+
+def _notice_nobody(self: Liveness) -> dict[int, str]:
+    return {}
+
+
+def _execute_twice(self: CallExecutor, message: Message, header: IncomingHeader | None) -> None:
+    _execute(self, message, header)
+    _execute(self, message, header)
+
+
+def _end_with_calls_pending(self: TerminationDetector) -> None:
+    pass
+
+
+def _lose_what_came_too_late(self: Context, key: Key, peer: int, message: int) -> None:
+    if key in self.tasks:
+        _note_too_late(self, key, peer, message)
+
+
+def _release_here_alone(self: ContextContainer, context_id: int) -> None:
+    context = self._all.pop(context_id, None)
+    if context is not None:
+        context.release()
+
+
+def _ask_nobody(self: ContextContainer, rank: int) -> None:
+    with mock.patch.object(self, "tell", return_value=None):
+        _remove_lost_from_contexts(self, rank)
+
+
+def _take_any_loss_for_the_owners(self: RRefContext, user: UserRRef, error: Exception) -> None:
+    if isinstance(error, WorkerFailedError):
+        self.forget(user)
+    _mark_unlisted(self, user, error)
+
+
+def _answer_no_unused_message(
+    self: GraphTask, recv: RecvRpc, gradients: Sequence[torch.Tensor | None] | None
+) -> None:
+    if gradients is not None:
+        _send_gradients(self, recv, gradients)
+
+
+def _start_no_peer(self: GraphTask, sends: Collection[SendRpc], received: Collection[RecvRpc]) -> list[int]:
+    return []
+
+
+def _await_the_gone(
+    self: GraphTask, is_ready: Callable[[], bool], peers: Callable[[], Collection[int]], doing: str
+) -> None:
+    _await(self, is_ready, tuple, doing)
+
+
+_flush = PairConnection.flush
+_fork, _remove_lost, _execute = RRefContext.fork, RRefContext.remove_lost, CallExecutor.execute
+_note_received, _break_off = PairConnection.note_received, PairConnection.break_off
+_tell_all = FailureDetector._tell_all
+_note_too_late = Context.note_too_late
+_remove_lost_from_contexts, _mark_unlisted = ContextContainer.remove_lost, RRefContext.mark_unlisted
+_send_gradients, _await = GraphTask._send, GraphTask._await
+
+
+def _plan(hosts: Sequence[int], fault: Fault, preemption: float = 0.0) -> Plan:
+    return Plan(0, hosts, preemption, Quality(), [fault], most_turns=20_000)
+
+
+def _late_crash(seed: int) -> Plan:
+    """Return a run of three machines far from each other, so that much is under way when one crashes."""
+    crash = Fault(1.0 + 0.1 * seed, "crash", 1, 0, 0, 0.0)
+    return Plan(seed, (0, 1, 2), 0.01, Quality(0.05, 0.02), [crash], most_turns=40_000)
+
+
+_CUT = _plan((0, 0, 0, 0, 1, 1, 1, 1), Fault(1.0, "cut", 0, 0, 1, 60.0), preemption=0.1)
+_TRIANGLE = _plan((0, 1, 2), Fault(1.0, "cut", 0, 1, 2, 60.0))
+_DEAF = _plan((0, 1, 2), Fault(1.0, "deaf", 0, 0, 2, 60.0))
+_CRASH = _plan((0, 0, 1, 1), Fault(1.0, "crash", 1, 0, 0, 0.0))
+
+MUTATIONS: dict[str, Mutation] = {
+    "void as an outsider": Mutation(
+        MembershipAgreement, "_may_void", _void_as_an_outsider, GroupsWorld, _CUT, "no end after"
+    ),
+    "accuse nobody": Mutation(
+        StoreRegisters, "accused", _accuse_nobody, GroupsWorld, _TRIANGLE, "no end after"
+    ),
+    "leave the silent alone": Mutation(
+        FailureDetector, "_tell_all", _leave_the_silent_alone, GroupsWorld, _DEAF, "does not go on with it"
+    ),
+    "count time without looks": Mutation(
+        SuspicionTimers,
+        "silent_seconds",
+        _count_time_without_looks,
+        MessagesWorld,
+        messages.plan(76),
+        "which is well",
+    ),
+    "take messages twice": Mutation(
+        PairConnection,
+        "note_received",
+        _take_messages_twice,
+        MessagesWorld,
+        messages.plan(2),
+        "lost messages",
+    ),
+    "forget what is not confirmed": Mutation(
+        PairConnection,
+        "break_off",
+        _forget_what_is_not_confirmed,
+        MessagesWorld,
+        messages.plan(27),
+        "timed out",
+    ),
+    "commit what is not ready": Mutation(
+        StoreRegisters,
+        "unacknowledged",
+        _commit_what_is_not_ready,
+        GroupsWorld,
+        _CRASH,
+        "ended with DistBackendError",
+    ),
+    "void what is committed": Mutation(
+        StoreRegisters, "void", _void_what_is_committed, GroupsWorld, groups.plan(40), "split brain"
+    ),
+    "count an empty flush": Mutation(
+        PairConnection, "flush", _count_an_empty_flush, RpcWorld, rpc.plan(13), "which is well"
+    ),
+    "fork to the lost": Mutation(RRefContext, "fork", _fork_to_the_lost, RpcWorld, rpc.plan(42), "still has"),
+    "keep nothing": Mutation(RRefContext, "fork", _keep_nothing, RpcWorld, rpc.plan(0), "still has"),
+    "leave the forks of the lost": Mutation(
+        RRefContext, "remove_lost", _leave_the_forks_of_the_lost, RpcWorld, rpc.plan(42), "still has"
+    ),
+    "free what has forks": Mutation(
+        RRefContext, "_free", _free_what_has_forks, RpcWorld, rpc.plan(0), "was freed while"
+    ),
+    "end with calls pending": Mutation(
+        TerminationDetector,
+        "_await_own",
+        _end_with_calls_pending,
+        RpcWorld,
+        rpc.plan(11),
+        "before the call of",
+    ),
+    "notice nobody": Mutation(Liveness, "newly_lost", _notice_nobody, RpcWorld, rpc.plan(17), "still has"),
+    "execute twice": Mutation(
+        CallExecutor, "execute", _execute_twice, RpcWorld, rpc.plan(0), "is executed twice"
+    ),
+    "lose what came too late": Mutation(
+        Context, "note_too_late", _lose_what_came_too_late, AutogradWorld, rpc.plan(14), "timed out"
+    ),
+    "ask nobody": Mutation(
+        ContextContainer, "remove_lost", _ask_nobody, AutogradWorld, _late_crash(27), "still has"
+    ),
+    "take any loss for the owner's": Mutation(
+        RRefContext,
+        "mark_unlisted",
+        _take_any_loss_for_the_owners,
+        AutogradWorld,
+        _late_crash(20),
+        "still has",
+    ),
+    "release here alone": Mutation(
+        ContextContainer, "release", _release_here_alone, AutogradWorld, rpc.plan(0), "still has"
+    ),
+    "answer no unused message": Mutation(
+        GraphTask, "_send", _answer_no_unused_message, AutogradWorld, rpc.plan(0), "timed out"
+    ),
+    "start no peer": Mutation(
+        GraphTask, "_peers_to_start", _start_no_peer, AutogradWorld, rpc.plan(0), "timed out"
+    ),
+    "await the gone": Mutation(
+        GraphTask, "_await", _await_the_gone, AutogradWorld, rpc.plan(42), "timed out"
+    ),
+}

@@ -1,0 +1,179 @@
+"""Put the simulated seams into the product's modules, and take them out again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import pkgutil
+import queue
+import secrets
+import select
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import zmq
+
+from torchestra import autograd, engine, process_group, rendezvous, rpc, store, system, transport, world
+from torchestra.engine.kernels.selection import SpinPolicy
+from torchestra.engine.membership import joining, rank_context, shrinking
+from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.multihost.curve_bridge import _Transfer
+from torchestra.engine.multihost.record_publisher import RecordPublisher
+from torchestra.rpc import calls, departing, router, starting, termination
+from torchestra.store.tcp.connection import Connection
+from torchestra.store.tcp.peer import Peer
+from torchestra.transport import event_loop, pair
+from torchestra.transport.pair import PairConnection
+from verification.simulation.endpoints import SimulatedSharedMemory
+from verification.simulation.polling import SimulatedSelect, SimulatedSelectors
+from verification.simulation.scheduler import active
+from verification.simulation.sockets import SimulatedOS, SimulatedSockets
+from verification.simulation.threads import (
+    SeededSecrets,
+    SimulatedQueues,
+    SimulatedThreading,
+    SimulatedTime,
+)
+from verification.simulation.zeromq import (
+    SimulatedInbox,
+    SimulatedListener,
+    SimulatedZeroMQ,
+    recv_monitor_message,
+)
+
+SECRETS = SeededSecrets()
+_REAL = tuple(f"torchestra.engine.{name}" for name in ("memory", "native", "recorder", "diagnosis"))
+"""Whatever maps, compiles, records or looks at stacks: it neither waits nor decides."""
+
+_PACKAGES = (autograd, engine, process_group, rendezvous, rpc, store, system, transport, world)
+
+_POLLS = (0.0005, 0.005, 0.05)
+
+
+def _impatient(size: int) -> SpinPolicy:
+    """Have kernels return at once where they would wait: only one thread runs at a time."""
+    return SpinPolicy(0, 0, 0.0)
+
+
+_check = RankContext.check
+
+
+def _check_after_a_wait(self: RankContext, *arguments: Any, **named: Any) -> Any:
+    """Let the time pass that a kernel would have waited."""
+    run = active()
+    if run is not None:
+        self._poll_interval[:] = 0
+        run.wait(run.choices.choice(_POLLS))
+    return _check(self, *arguments, **named)
+
+
+def _start_no_publisher(self: RecordPublisher, name: str) -> None:
+    """Let no thread wait, in a kernel, for readers outside of the job: a simulation has none."""
+
+
+_await_future = calls._await_future
+
+
+def _await_simulated(future: Any) -> Any:
+    """Wait for a future, which is C++'s, so that other threads run meanwhile."""
+    run = active()
+    while run is not None and not future.done():
+        run.wait(_POLLS[0])
+    return _await_future(future)
+
+
+class _Numbered:
+    """Hash objects by when they are first hashed: by address, a set's order differs from run to run."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def begin(self) -> None:
+        """Number from 0 again."""
+        self._numbers = itertools.count()
+
+    def hash_of(self, each: Any) -> int:
+        number: int | None = each.__dict__.get("_simulated_hash")
+        if number is None:
+            number = each.__dict__["_simulated_hash"] = next(self._numbers)
+        return number
+
+
+NUMBERED = _Numbered()
+
+
+def _hash_by_number(each: Any) -> int:
+    return NUMBERED.hash_of(each)
+
+
+_IN_SETS = (PairConnection, Peer, Connection, _Transfer)
+
+
+def _modules() -> list[ModuleType]:
+    """Return the product's modules; those that it would import later are imported now."""
+    for package in _PACKAGES:
+        for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not each.name.endswith("__main__"):
+                importlib.import_module(each.name)
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("torchestra.") and not name.startswith(_REAL)
+    ]
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Replace clocks, threads and sockets in the product; they are the real ones outside of a simulation."""
+    seams: dict[ModuleType, object] = {
+        time: SimulatedTime(),
+        threading: SimulatedThreading(),
+        queue: SimulatedQueues(),
+        select: SimulatedSelect(),
+        selectors: SimulatedSelectors(),
+        socket: SimulatedSockets(),
+        os: SimulatedOS(SECRETS),
+        secrets: SECRETS,
+        zmq: SimulatedZeroMQ(SECRETS),
+    }
+    by_identity = {id(real): seam for real, seam in seams.items()}
+    with contextlib.ExitStack() as patches:
+        for module in _modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, ModuleType) and (seam := by_identity.get(id(value))) is not None:
+                    patches.enter_context(mock.patch.object(module, name, seam))
+        for place, name, replacement in (
+            (event_loop, "Listener", SimulatedListener),
+            (event_loop, "Inbox", SimulatedInbox),
+            (pair, "recv_monitor_message", recv_monitor_message),
+            (joining, "spin_policy", _impatient),
+            (shrinking, "spin_policy", _impatient),
+            (rank_context.RankContext, "check", _check_after_a_wait),
+            (RecordPublisher, "start", _start_no_publisher),
+            (router, "p2p", SimulatedSharedMemory),
+            (calls, "_await_future", _await_simulated),
+            (termination, "_PAUSE_SECONDS", _POLLS[1]),
+            (departing, "_PAUSE_SECONDS", _POLLS[1]),
+        ):
+            patches.enter_context(mock.patch.object(place, name, replacement))
+        for kind in _IN_SETS:
+            patches.enter_context(mock.patch.object(kind, "__hash__", _hash_by_number))
+        # What is open at the end of the process is closed then, which workers of a simulation cannot be.
+        patches.enter_context(mock.patch.object(starting, "_open", weakref.WeakSet()))
+        yield
+
+
+def begin(seed: object) -> None:
+    """Make the product's random bytes and numbers those of a seed."""
+    SECRETS.choices.seed(f"{seed} secrets")
+    NUMBERED.begin()

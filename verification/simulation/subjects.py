@@ -1,0 +1,114 @@
+"""What is simulated, by name; and the smallest run that shows a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from verification.simulation import autograd, groups, messages, product, replicas, rpc
+from verification.simulation.faults import fewer
+from verification.simulation.groups import BOUND_S
+from verification.simulation.scheduler import SimulationError
+from verification.simulation.world import Plan, World
+
+_ENVIRONMENT = {
+    "TORCHESTRA_SECRET": "simulated secret",
+    "TORCHESTRA_HEARTBEAT": f"{BOUND_S:g}",
+    "TORCHESTRA_BRIDGE": "curve",
+    "TORCHESTRA_HOST_ID": "",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A seed that breaks a promise.
+
+    Attributes:
+        what: the promise.
+        plan: the smallest run that was found to break one.
+        events: what happened in that run.
+    """
+
+    seed: int
+    what: str
+    plan: str = ""
+    events: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def worlds() -> Iterator[None]:
+    """Simulate the product's worlds in the block: its seams and its environment."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    log = logging.getLogger("torchestra")
+    silence, propagates = logging.NullHandler(), log.propagate
+    log.addHandler(silence)  # what threads log that a run has ended
+    log.propagate = False
+    gc.collect()
+    gc.freeze()  # or each run would look at torch's objects again
+    gc.disable()  # finalisers would run at other moments in each run of a seed
+    try:
+        with mock.patch.dict(os.environ, _ENVIRONMENT), product.simulated():
+            yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        log.removeHandler(silence)
+        log.propagate = propagates
+        torch.set_num_threads(threads)
+
+
+def _fails(make: Callable[[Plan], World], plan: Plan) -> tuple[str, World] | None:
+    world = make(plan)
+    try:
+        world.go()
+        return None
+    except SimulationError as error:
+        return str(error), world
+    finally:
+        gc.collect()
+
+
+def _check_world(draw: Callable[[int], Plan], make: Callable[[Plan], World], seed: int) -> Failure | None:
+    """Run a world; if it breaks a promise, find fewer faults with which it does, too."""
+    plan = draw(seed)
+    with worlds():
+        found = _fails(make, plan)
+        if found is None:
+            return None
+        is_smaller = True
+        while is_smaller:
+            is_smaller = False
+            for faults in fewer(plan.faults):
+                if (again := _fails(make, plan.with_faults(faults))) is not None:
+                    found, plan, is_smaller = again, plan.with_faults(faults), True
+                    break
+    what, world = found
+    return Failure(seed, what, str(plan), tuple(world.run.events))
+
+
+def _check_replicas(seed: int) -> Failure | None:
+    found = replicas.first_failure([seed])
+    return None if found is None else Failure(seed, f"{type(found[1]).__name__}: {found[1]}")
+
+
+def check(subject: str, seed: int) -> Failure | None:
+    """Run one seed of a subject; return what it breaks, if anything."""
+    return SUBJECTS[subject](seed)
+
+
+SUBJECTS: dict[str, Callable[[int], Failure | None]] = {
+    "replicas": _check_replicas,
+    "groups": lambda seed: _check_world(groups.plan, groups.GroupsWorld, seed),
+    "messages": lambda seed: _check_world(messages.plan, messages.MessagesWorld, seed),
+    "rpc": lambda seed: _check_world(rpc.plan, rpc.RpcWorld, seed),
+    "autograd": lambda seed: _check_world(rpc.plan, autograd.AutogradWorld, seed),
+}
+"""What runs a seed, by the name of what is simulated."""
