@@ -58,6 +58,10 @@ written (``roofline.py``); for all_reduce in place of n bytes on N ranks R = W =
 **Start-up.** The time from the launch of ``python -m torchestra run`` and of ``torchrun`` to the moment
 when the last rank has finished its first all_reduce.
 
+**Training.** The bare model, torchestra's DDP and torch's on Gloo take turns, in all orders; what the two
+add is the median of paired differences. With ``--loaded`` another process spins on each core meanwhile; its
+table is one of its own.
+
 **Interop.** torch.distributed with torchestra as its backend and with Gloo, by turns: all_reduce, and steps
 (forward and backward) of PyTorch's own DDP, FSDP2 and tensor parallel, whose losses must agree.
 

@@ -83,11 +83,11 @@ def smallest(number: int = 2000, turns: int = 41) -> dict[str, float]:
     plan = engine.plan(ALL_REDUCE, torch.float32, ReduceOp.SUM)
     persistent = dist.all_reduce_init(tensor)
     lines = dist.empty(256, dtype=torch.int64)
-    offset = lines.data_ptr() - context.word(at.HEAPS) - rank * context.word(at.HEAP_BYTES)
+    offset = lines.data_ptr() - context.load_word(at.HEAPS) - rank * context.load_word(at.HEAP_BYTES)
     offsets: list[Any] = [None, None]
     dist.all_gather_object(offsets, offset)
     here, there = (
-        context.word(at.HEAPS) + each * context.word(at.HEAP_BYTES) + offsets[each] + 512
+        context.load_word(at.HEAPS) + each * context.load_word(at.HEAP_BYTES) + offsets[each] + 512
         for each in (rank, 1 - rank)
     )
 
@@ -183,7 +183,7 @@ def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[
             if mailbox._transfer(mailbox.address, record.address, sending, *arguments) != DONE:
                 while kernels.run(mailbox.address, record.address, 1) != DONE:
                     pass
-                kernels.vacate(mailbox.address, record.address)
+                kernels.release(mailbox.address, record.address)
 
     return {"send + recv": (public, bare)}
 

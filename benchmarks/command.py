@@ -85,8 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write (%(default)s)",
     )
     parser.add_argument(
-        "--unaltered", action="store_true", help="do not write anew, before each call, what a rank puts in"
+        "--unaltered", action="store_true", help="do not write anew, before calls, what a rank puts in"
     )
+    parser.add_argument("--loaded", action="store_true", help="train while others spin on each core")
     parser.add_argument(
         "--add",
         action="store_true",
@@ -119,6 +120,7 @@ def options_from(given: argparse.Namespace) -> BenchOptions:
         output=given.output,
         markdown=given.markdown,
         dirtied=not given.unaltered,
+        loaded=given.loaded,
     )
 
 

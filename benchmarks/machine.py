@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import re
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "busy_share", "describe_machine"]
+from torchestra.performance.conditions import processor_name
+
+__all__ = ["available_memory", "describe_machine"]
 
 _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 
@@ -18,7 +19,7 @@ _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 def describe_machine() -> dict[str, Any]:
     """Return processor, caches, memory, system and versions, for the report."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "caches": _caches(),
@@ -33,31 +34,6 @@ def available_memory() -> int | None:
     """Return the bytes that can be allocated without swapping; None where the system does not say."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
     return int(found[1]) * 1024 if found else None
-
-
-def busy_share(seconds: float) -> float | None:
-    """Watch for some seconds; return the share (0 to 1) of all cores in use, or None if unknown."""
-    before = _ticks()
-    time.sleep(seconds)
-    after = _ticks()
-    if before is None or after is None or after[1] <= before[1]:
-        return None
-    return (after[0] - before[0]) / (after[1] - before[1])
-
-
-def _ticks() -> tuple[int, int] | None:
-    """Return busy and total time of all cores since boot, in the system's ticks."""
-    found = re.match(r"cpu +([\d ]+)", _text("/proc/stat"))
-    if not found:
-        return None
-    times = [int(number) for number in found[1].split()[:8]]
-    idle = times[3] + times[4]
-    return sum(times) - idle, sum(times)
-
-
-def _processor() -> str:
-    found = re.search(r"model name\s*: (.+)", _text("/proc/cpuinfo"))
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _caches() -> dict[str, str]:

@@ -51,6 +51,7 @@ class BenchOptions:
         sections: which parts of the benchmark to run, from ``SECTIONS``.
         output: the directory for the files; created if needed.
         dirtied: whether a rank's input is written anew before every call.
+        loaded: whether another process spins on each core during the training section.
         markdown: whether to write the tables as Markdown too.
 
     Raises:
@@ -67,6 +68,7 @@ class BenchOptions:
     sections: tuple[str, ...] = SECTIONS
     output: Path = Path("out/bench")
     dirtied: bool = True
+    loaded: bool = False
     markdown: bool = False
 
     def __post_init__(self) -> None:

@@ -64,8 +64,8 @@ def draw(report: BenchReport, path: Path) -> None:
         _draw_legend(panels[len(operations)], report)
         for panel in panels[len(operations) + 1 :]:
             panel.axis("off")
-    with replacing(path) as file:
-        figure.savefig(file.buffer, dpi=110, format="png")
+    with replacing(path, binary=True) as file:
+        figure.savefig(file, dpi=110, format="png")
 
 
 def _style(report: BenchReport, column: ColumnInfo) -> dict[str, Any]:

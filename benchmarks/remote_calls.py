@@ -32,5 +32,5 @@ def measure_remote_calls(options: BenchOptions) -> tuple[SideTable, list[str]]:
         values = {way: statistics.median(turns) for way, turns in times.items()}
         intervals = {way: median_interval(turns) for way, turns in times.items()}
         rows.append(SideRow(workload, values, intervals))
-    title = "Remote calls: there and back, what is sent coming back"
+    title = "Remote calls: there and back, what is sent coming back (or another tensor, where it is negated)"
     return SideTable("rpc", title, "µs", _COLUMNS, tuple(rows)), notes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.interop import measure_interop
-from benchmarks.machine import available_memory, busy_share, describe_machine
+from benchmarks.machine import available_memory, describe_machine
 from benchmarks.measuring import (
     STREAMS,
     Watch,
@@ -28,10 +28,11 @@ from benchmarks.startup import measure_startup
 from benchmarks.training import measure_training
 from benchmarks.worker_processes import PeerError, WorkerProcesses
 from torchestra.monitor.bench import size_label
+from torchestra.performance.conditions import busy_share
 
 __all__ = ["run_benchmark"]
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _STREAM_SECONDS = 0.25
 _MEMORY_SHARE = 0.7
 
@@ -169,7 +170,7 @@ class _Run:
         for operation, size in cells_of(self._options):
             self._tell(f"{world} ranks: {operation} {size_label(size) if size else ''}", len(found))
             if operation != previous:
-                busy = busy_share(_LOOK_SECONDS)
+                busy = busy_share(_POLL_SECONDS)
                 self._disturbance += [] if busy is None else [busy]
                 self._stream(memory, best, STREAMS if not best else ("update",))
                 previous = operation

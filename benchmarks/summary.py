@@ -19,8 +19,8 @@ __all__ = [
 # Where ranks share cores they run ahead of each other by a few operations. In short batches the slowest rank
 # is then always one that has just been waiting, and all peers look up to twice as slow as they are.
 BATCH_NS = 1_000_000.0
-MOST_BATCHES = 2_000
-FEWEST_BATCHES = 2
+MAX_BATCHES = 2_000
+MIN_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def plan_batches(call_ns: float, seconds: float) -> tuple[int, int]:
     call_ns = max(call_ns, 1.0)
     batch = max(1, round(BATCH_NS / call_ns))
     batches = round(seconds * 1e9 / (batch * call_ns))
-    return batch, min(max(batches, FEWEST_BATCHES), MOST_BATCHES)
+    return batch, min(max(batches, MIN_BATCHES), MAX_BATCHES)
 
 
 def summarise(means_ns: Sequence[float], singles_ns: Sequence[float], batch: int, right: bool) -> Timing:

@@ -14,7 +14,7 @@ from torchestra.monitor.bench import size_label
 
 __all__ = ["format_ratio", "format_seconds", "format_time", "render", "summary_lines", "to_markdown"]
 
-_LEAST_WIDTH = 160
+_MIN_WIDTH = 160
 _MISSING = "-"
 _LISTED_CELLS = 12
 Styler = Callable[[BenchReport, Cell, ColumnInfo], str]
@@ -51,7 +51,7 @@ def render(report: BenchReport, console: Console | None = None) -> None:
     """Print everything that the report says."""
     console = console or Console()
     if not console.is_terminal:
-        console = Console(file=console.file, width=max(_LEAST_WIDTH, console.width))
+        console = Console(file=console.file, width=max(_MIN_WIDTH, console.width))
     parts: list[RenderableType] = []
     for world in report.worlds:
         parts += [_heading(f"{world} ranks, float32, µs"), _cells_table(report, world)]

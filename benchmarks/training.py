@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
 
 from benchmarks.options import BenchOptions
 from benchmarks.report import SideRow, SideTable
 from benchmarks.scripts import run_script
 from benchmarks.summary import median_interval
 
-__all__ = ["measure_training", "training_steps"]
+__all__ = ["measure_training", "spinning_processes", "training_steps"]
+
+# A process ends by itself when the benchmark was killed.
+_SPIN = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 
 _COLUMNS = (("torchestra", "torchestra DDP adds"), ("gloo", "torch's DDP on Gloo adds"))
 # Where a model's own steps vary more than DDP adds, the difference may not be positive.
-_LEAST_US = 0.1
+_MIN_US = 0.1
 # What is looked for is a small difference of large times: many short turns tell more than few long ones.
 _TURNS_PER_ROUND = 8
 _SHARE_OF_A_TURN = 0.6
@@ -29,9 +44,10 @@ def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
     rows = []
     for world in options.nproc:
         try:
-            results = training_steps(
-                world, options.seconds * _SHARE_OF_A_TURN, options.rounds * _TURNS_PER_ROUND
-            )
+            with spinning_processes() if options.loaded else contextlib.nullcontext():
+                results = training_steps(
+                    world, options.seconds * _SHARE_OF_A_TURN, options.rounds * _TURNS_PER_ROUND
+                )
         except (OSError, RuntimeError) as error:
             notes.append(f"training with {world} ranks: {error}")
             continue
@@ -40,13 +56,30 @@ def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
             added, intervals = {}, {}
             for way, _ in _COLUMNS:
                 differences = [own - bare for own, bare in zip(times[way], alone, strict=True)]
-                added[way] = max(_LEAST_US, statistics.median(differences))
+                added[way] = max(_MIN_US, statistics.median(differences))
                 low, high = median_interval(differences)
-                intervals[way] = max(_LEAST_US, low), max(_LEAST_US, high)
+                intervals[way] = max(_MIN_US, low), max(_MIN_US, high)
             label = f"{world} ranks, {model}: alone {statistics.median(alone) / 1000:.2f} ms"
             rows.append(SideRow(label, added, intervals))
     title = "Training: what data parallelism adds to a forward and a backward"
-    return SideTable("training", title, "µs", _COLUMNS, tuple(rows)), notes
+    name = "training"
+    if options.loaded:
+        name, title = "training_loaded", f"{title} while another process spins on each core"
+    return SideTable(name, title, "µs", _COLUMNS, tuple(rows)), notes
+
+
+@contextlib.contextmanager
+def spinning_processes() -> Iterator[list[int]]:
+    """Have a process spin on each core of this one during the block, which gets their ids."""
+    spinning: list[subprocess.Popen[bytes]] = []
+    try:
+        for core in sorted(os.sched_getaffinity(0)):
+            spinning.append(subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]))
+        yield [process.pid for process in spinning]
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
 
 
 def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str, list[float]]]:

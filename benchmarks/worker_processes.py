@@ -31,7 +31,7 @@ __all__ = ["PeerError", "WorkerProcesses", "free_port", "last_line"]
 
 _START_SECONDS = 120.0
 _QUIT_SECONDS = 10.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _TAIL_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 _ENTRY = Path(__file__).resolve().parent / "ranks" / "__main__.py"
@@ -150,7 +150,7 @@ class WorkerProcesses:
                 rank.tell({"do": "quit", "slot": ""})
             deadline = time.monotonic() + _QUIT_SECONDS
             while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         self.kill()
 
     def kill(self) -> None:
@@ -163,7 +163,7 @@ class WorkerProcesses:
                         os.killpg(process.pid, number)
             deadline = time.monotonic() + 2
             while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         for process in self._processes:
             process.wait()
         for rank in self._ranks:
@@ -200,7 +200,7 @@ class WorkerProcesses:
 
     def _gather(self, deadline: float) -> None:
         """Accept a connection from every rank, and learn its number."""
-        self._listener.settimeout(_LOOK_SECONDS)
+        self._listener.settimeout(_POLL_SECONDS)
         while len(self._ranks) < self.world:
             with contextlib.suppress(TimeoutError, PermissionError):
                 connection, _ = self._listener.accept()

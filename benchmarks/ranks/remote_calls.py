@@ -1,8 +1,8 @@
 """A worker of the benchmark of remote calls: the same calls by torchestra.rpc and by torch.distributed.rpc.
 
 Both libraries' workers live in the same two processes, and take turns. Worker 0 calls, worker 1 answers with
-what it was given. Worker 0 writes the microseconds per call of all turns as JSON, by workload and library,
-into the directory that TORCHESTRA_BENCH_DIRECTORY names.
+what it was given, or with another tensor of that size. Worker 0 writes the microseconds per call of all
+turns as JSON, by workload and library, into the directory that TORCHESTRA_BENCH_DIRECTORY names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Calls = Callable[[int], None]
 
 IN_FLIGHT = 2_000
 _OTHER = "worker1"
-_FEWEST = 3
+_MIN_SAMPLES = 3
 
 
 def echo(value: Any) -> Any:
@@ -32,10 +32,15 @@ def echo(value: Any) -> Any:
     return value
 
 
-def _one_by_one(library: Any, value: Any) -> Calls:
+def negated(value: torch.Tensor) -> torch.Tensor:
+    """Return another tensor than it is called with."""
+    return value.neg()
+
+
+def _one_by_one(library: Any, value: Any, function: Callable[[Any], Any] = echo) -> Calls:
     def calls(count: int) -> None:
         for _ in range(count):
-            library.rpc_sync(_OTHER, echo, args=(value,))
+            library.rpc_sync(_OTHER, function, args=(value,))
 
     return calls
 
@@ -57,6 +62,10 @@ def workloads(library: Any) -> dict[str, tuple[Calls, int]]:
     return {
         "an int": (_one_by_one(library, 3), 1),
         **{f"a tensor of {name}": (_one_by_one(library, value), 1) for name, value in floats.items()},
+        **{
+            f"a tensor of {name}, negated": (_one_by_one(library, floats[name], negated), 1)
+            for name in ("1 MB", "64 MB")
+        },
         f"{IN_FLIGHT:,} calls in flight, each": (_in_flight(library, 3), IN_FLIGHT),
     }
 
@@ -75,9 +84,9 @@ def _measure(libraries: dict[str, Any], seconds: float, turns: int) -> dict[str,
         counts = {}
         for way, loads in by_library.items():
             calls, unit = loads[name]
-            calls(_FEWEST * unit)
-            per_call = _time(calls, _FEWEST * unit) / 1e6
-            counts[way] = unit * max(1 if unit > 1 else _FEWEST, round(seconds / per_call / unit))
+            calls(_MIN_SAMPLES * unit)
+            per_call = _time(calls, _MIN_SAMPLES * unit) / 1e6
+            counts[way] = unit * max(1 if unit > 1 else _MIN_SAMPLES, round(seconds / per_call / unit))
         taken: dict[str, list[float]] = {way: [] for way in libraries}
         for turn in range(turns):
             for way in sorted(libraries, reverse=turn % 2 == 1):
