@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing.util
 import os
 import signal
+import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import rpc_workers
 from torchestra.engine import warm_up
 
 _TAG = "TORCHESTRA_TEST_TAG"
-_PATIENCE_S = 10.0
+_END_SECONDS = 10.0
 _WARM = "_ranks_start_warm"  # the fixture of folders whose tests run ranks
 
 # A shell has what it runs in the background ignore Ctrl-C, and children inherit that.
@@ -25,10 +30,48 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile kernels that are not in the cache, which takes minutes on a busy machine, in no test's time."""
+    """Do once, and in no test's time, what would slow down many tests.
+
+    Kernels that are not in the cache are compiled, which takes minutes on a busy machine. What collecting has
+    loaded, torch and all test modules, stays to the end: ``gc.collect()``, which tests call often, need not
+    look at it again, which takes 0.4 s, nor copy it in a forked rank.
+    """
     kernels_wanted = any(_WARM in getattr(item, "fixturenames", ()) for item in session.items)
     if kernels_wanted and not session.config.option.collectonly:
         warm_up()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove all temporary files at the end, also those of ranks that are killed, and of torch itself."""
+    tmp_path_factory.getbasetemp()  # outside: pytest keeps those of its last runs
+    multiprocessing.util.get_temp_dir()  # outside: it is removed when the interpreter ends, which is later
+    outside, named = tempfile.gettempdir(), os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="torchestra-tests-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
+        tempfile.tempdir = outside
+        if named is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = named
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_for_later_modules() -> Iterator[None]:
+    """Fail the module that leaves something, and not the one whose test finds it.
+
+    That is threads of an RPC worker, and garbage that complains when it is collected: open files, say.
+    """
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    deadline = time.monotonic() + _END_SECONDS
+    while left := rpc_workers.threads_since(before):
+        assert time.monotonic() < deadline, f"a test of this module has not shut down a worker: {left}"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -43,7 +86,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     shared_before = _shared_memory()
 
     def check() -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _END_SECONDS
         while (left := _processes(tag) + _left_in_memory(shared_before, tag)) and (
             time.monotonic() < deadline
         ):

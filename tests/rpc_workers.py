@@ -8,7 +8,8 @@ Of the kind "hosts" they are threads that pretend to be on two hosts by turns: n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torchestra as dist
@@ -68,3 +69,8 @@ def first(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: A
 
 def _only_first(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return fn(*args) if rank == 0 else None
+
+
+def threads_since(before: Collection[threading.Thread]) -> list[threading.Thread]:
+    """The threads of workers in this process that run now, without those of ``before``."""
+    return [each for each in threading.enumerate() if each.name.startswith("rpc-") and each not in before]

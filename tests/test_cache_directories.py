@@ -115,10 +115,10 @@ def test_a_user_without_a_home_has_a_directory_of_temporary_files(
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cache_directories, "prepare", refusing(str(cache_directories._NATIVE)))
-    place, refused = choose()
-    assert place is not None
-    assert place.folder.parent == tmp_path / f"torchestra-cache-{os.geteuid()}"
-    assert place.why == "temporary files"
+    directory, refused = choose()
+    assert directory is not None
+    assert directory.folder.parent == tmp_path / f"torchestra-cache-{os.geteuid()}"
+    assert directory.why == "temporary files"
     assert refused == [f"{cache_directories._NATIVE}/__pycache__ (the installation): Read-only file system"]
 
 
@@ -128,8 +128,8 @@ def test_where_nothing_can_be_written_there_is_no_directory(monkeypatch: pytest.
 
     monkeypatch.setattr(tempfile, "gettempdir", none_can_be_used)
     monkeypatch.setattr(cache_directories, "prepare", refusing("/"))
-    place, refused = choose()
-    assert place is None
+    directory, refused = choose()
+    assert directory is None
     assert len(refused) >= 3
 
 

@@ -25,7 +25,7 @@ import torch.distributed
 from forking import Child
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.rendezvous import Rendezvous, methods, rendezvous
-from torchestra.rendezvous.local_job import meeting_point
+from torchestra.rendezvous.local_job import local_store_address
 from torchestra.store import FileStore, HashStore, Store, TCPStore, TCPStoreServer
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ def meet(
         )
     if request.param == "file":
         # A name with what an address must write otherwise.
-        place = (tmp_path / "a file").as_uri()
-        return lambda rank, size: rendezvous(place, rank=rank, world_size=size, timeout=LONG)
+        url = (tmp_path / "a file").as_uri()
+        return lambda rank, size: rendezvous(url, rank=rank, world_size=size, timeout=LONG)
     stores: dict[str, Callable[[], Store]] = {
         "hash store": HashStore,
         "tcp store": lambda: TCPStore("127.0.0.1", 0, is_master=True),
@@ -252,13 +252,13 @@ def test_a_wrapper_around_the_program_changes_nothing() -> None:
     assert wrapper.stdout is not None
     assert wrapper.stdin is not None
     wrapper.stdout.readline()
-    direct = meeting_point({}, "mpich")
+    direct = local_store_address({}, "mpich")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getppid", lambda: wrapper.pid)
         # The wrapper is passed over, and its parent, this process, takes the launcher's place.
-        through_wrapper = meeting_point({}, "mpich")
+        through_wrapper = local_store_address({}, "mpich")
         patch.setattr(os, "getppid", os.getpid)
-        assert through_wrapper == meeting_point({}, "mpich")
+        assert through_wrapper == local_store_address({}, "mpich")
     assert direct != through_wrapper
     wrapper.communicate()
 
@@ -408,11 +408,11 @@ def test_ranks_must_agree_on_their_number() -> None:
 
 def test_two_processes_cannot_be_the_same_rank(tmp_path: Path) -> None:
     """The usual mistake: RANK was exported once for all."""
-    place = (tmp_path / "f").as_uri()
+    url = (tmp_path / "f").as_uri()
 
     def meet() -> str:
         try:
-            rendezvous(place, rank=1, world_size=2, timeout=LONG)
+            rendezvous(url, rank=1, world_size=2, timeout=LONG)
         except InvalidArgumentError as error:
             return str(error)
         return "met"
@@ -423,47 +423,47 @@ def test_two_processes_cannot_be_the_same_rank(tmp_path: Path) -> None:
     error = Child(meet).result()
     assert f"two processes are rank 1: process {first.pid} on " in error
     assert "every process needs a RANK of its own" in error
-    rendezvous(place, rank=0, world_size=2, timeout=LONG)
+    rendezvous(url, rank=0, world_size=2, timeout=LONG)
     assert first.result() == "met"
 
 
 def test_a_killed_ranks_place_is_taken_by_the_next(tmp_path: Path) -> None:
-    place = (tmp_path / "f").as_uri()
+    url = (tmp_path / "f").as_uri()
     store = FileStore(tmp_path / "f", 3)
-    first = Child(lambda: rendezvous(place, rank=1, world_size=2, timeout=LONG).rank)
+    first = Child(lambda: rendezvous(url, rank=1, world_size=2, timeout=LONG).rank)
     store.wait(["rendezvous/0/rank/1"], LONG)
     first.kill()
     with pytest.raises(StoreTimeoutError, match="with rank 1, whose process has died"):
-        rendezvous(place, rank=0, world_size=2, timeout=0.05)
-    second = Child(lambda: exchange(rendezvous(place, rank=1, world_size=2, timeout=LONG)))
-    assert exchange(rendezvous(place, rank=0, world_size=2, timeout=LONG)) == ranks(2)
+        rendezvous(url, rank=0, world_size=2, timeout=0.05)
+    second = Child(lambda: exchange(rendezvous(url, rank=1, world_size=2, timeout=LONG)))
+    assert exchange(rendezvous(url, rank=0, world_size=2, timeout=LONG)) == ranks(2)
     assert second.result() == ranks(2)
 
 
 def test_a_rank_0_that_is_started_again_is_found_by_those_who_wait(port: int) -> None:
-    place = f"tcp://127.0.0.1:{port}"
+    url = f"tcp://127.0.0.1:{port}"
 
     def serve_and_wait() -> int:
-        return rendezvous(place, rank=0, world_size=3, timeout=LONG).rank
+        return rendezvous(url, rank=0, world_size=3, timeout=LONG).rank
 
     first = Child(serve_and_wait)
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(lambda: exchange(rendezvous(place, rank=1, world_size=3, timeout=LONG)))
+        other = threads.submit(lambda: exchange(rendezvous(url, rank=1, world_size=3, timeout=LONG)))
         TCPStore("127.0.0.1", port, timeout=LONG).wait(["rendezvous/0/rank/0", "rendezvous/0/rank/1"], LONG)
         first.kill()
-        second = Child(lambda: exchange(rendezvous(place, rank=0, world_size=3, timeout=LONG)))
-        assert exchange(rendezvous(place, rank=2, world_size=3, timeout=LONG)) == ranks(3)
+        second = Child(lambda: exchange(rendezvous(url, rank=0, world_size=3, timeout=LONG)))
+        assert exchange(rendezvous(url, rank=2, world_size=3, timeout=LONG)) == ranks(3)
         assert other.result(LONG) == ranks(3)
     assert second.result() == ranks(3)
 
 
 def test_a_rank_0_that_never_comes_back_is_an_error(port: int) -> None:
-    place = f"tcp://127.0.0.1:{port}"
-    first = Child(lambda: rendezvous(place, rank=0, world_size=3, timeout=LONG).rank)
+    url = f"tcp://127.0.0.1:{port}"
+    first = Child(lambda: rendezvous(url, rank=0, world_size=3, timeout=LONG).rank)
     with ThreadPoolExecutor(1) as threads:
         store = TCPStore("127.0.0.1", port, timeout=LONG)
         store.wait(["rendezvous/0/rank/0"], LONG)
-        other = threads.submit(lambda: rendezvous(place, rank=1, world_size=3, timeout=2.0))
+        other = threads.submit(lambda: rendezvous(url, rank=1, world_size=3, timeout=2.0))
         store.wait(["rendezvous/0/rank/1"], LONG)
         first.kill()
         with pytest.raises(DistNetworkError, match=r"while it waited for the others: lost .* within 2 s"):
@@ -472,15 +472,15 @@ def test_a_rank_0_that_never_comes_back_is_an_error(port: int) -> None:
 
 def test_rank_0_stays_until_the_others_have_had_their_answers(port: int) -> None:
     """A rank that is done first must not take the store away from those who still ask."""
-    place = f"tcp://127.0.0.1:{port}"
+    url = f"tcp://127.0.0.1:{port}"
     told, tell = os.pipe()
 
     def meet_and_end() -> None:
         multiprocessing.util.Finalize(None, os.write, (tell, b"ending"), exitpriority=100)
-        rendezvous(place, rank=0, world_size=2, timeout=LONG).store.set("k", "1")
+        rendezvous(url, rank=0, world_size=2, timeout=LONG).store.set("k", "1")
 
     child = Child(meet_and_end)
-    store = rendezvous(place, rank=1, world_size=2, timeout=LONG).store
+    store = rendezvous(url, rank=1, world_size=2, timeout=LONG).store
     assert os.read(told, 10) == b"ending"
     for _ in range(20):
         assert store.get("k") == b"1"

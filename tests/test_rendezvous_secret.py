@@ -105,19 +105,19 @@ def test_the_port_that_mpi_ranks_are_told_is_never_let_go_of(monkeypatch: pytest
     thieves: list[socket.socket] = []
     close = socket.socket.close
 
-    def close_and_take(let_go: socket.socket) -> None:
-        listening = let_go.fileno() >= 0 and let_go.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        where = let_go.getsockname() if listening and let_go.family == socket.AF_INET else None
-        close(let_go)
+    def close_and_take(closed: socket.socket) -> None:
+        listening = closed.fileno() >= 0 and closed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        where = closed.getsockname() if listening and closed.family == socket.AF_INET else None
+        close(closed)
         if where is not None:
             thieves.append(socket.create_server(where))
 
     monkeypatch.setattr(socket.socket, "close", close_and_take)
     try:
-        place = over_mpi._serve(b"ours")
-        TCPStore("127.0.0.1", place.port, timeout=LONG, secret="ours").set("key", "value")
+        address = over_mpi._serve(b"ours")
+        TCPStore("127.0.0.1", address.port, timeout=LONG, secret="ours").set("key", "value")
         assert thieves == []
-        assert over_mpi._serve(b"ours").port != place.port
+        assert over_mpi._serve(b"ours").port != address.port
     finally:
         monkeypatch.undo()
         for thief in thieves:

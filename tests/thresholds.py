@@ -11,7 +11,7 @@ from torchestra.engine.kernels.selection import Choices
 
 def use_thresholds(direct: int, chunk: int, stream_above: int = 1500) -> None:
     """On every rank of the default group: the same numbers of bytes instead of the usual ones."""
-    given = {"direct": direct, "early": min(chunk, at.EARLY_SLOT_BYTES), "stream_above": stream_above}
+    given = {"direct": direct, "eager": min(chunk, at.EAGER_SLOT_BYTES), "stream_above": stream_above}
     numbers = {field.name: given.get(field.name, chunk) for field in dataclasses.fields(Choices)}
     dist.group.WORLD.communicator.engine.choices = Choices(**numbers)
 

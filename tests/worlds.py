@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -331,6 +332,9 @@ def _fork_world(
 ) -> None:
     pipes: dict[int, int] = {}  # descriptor to read from: rank
     pids = []
+    # A collection in a rank would write into all that the rank shares with the server, and so copy it.
+    gc.collect()
+    gc.freeze()
     for rank in range(size):
         read, write = os.pipe()
         pid = os.fork()

@@ -17,7 +17,7 @@ from torchestra.errors import CollectiveMismatchError, JoinInterruptedError, Une
 from worlds import KINDS, outcomes, run
 
 SIZE = 4
-FEWEST = 3  # Rank r has FEWEST + r inputs where they are uneven.
+MIN_INPUTS = 3  # Rank r has MIN_INPUTS + r inputs where they are uneven.
 
 
 class Summing(Joinable):
@@ -82,13 +82,13 @@ class SummingHook(JoinHook):
 
 def expected_total(rank: int, size: int) -> int:
     """The ones that rank ``rank`` adds up: at step s take part the ranks that have more than s inputs."""
-    counts = [FEWEST + other for other in range(size)]
+    counts = [MIN_INPUTS + other for other in range(size)]
     return sum(sum(count > step for count in counts) for step in range(counts[rank]))
 
 
 def train(joinables: int, uneven: bool, times: int, **options: Any) -> tuple[int, list[Summing]]:
     all_of_them = [Summing() for _ in range(joinables)]
-    inputs = FEWEST + (dist.get_rank() if uneven else 0)
+    inputs = MIN_INPUTS + (dist.get_rank() if uneven else 0)
     total = 0
     with Join(all_of_them, times=times, **options):
         for _ in range(inputs):
@@ -125,7 +125,7 @@ def even(joinables: int) -> tuple[int, bool]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("joinables", [1, 3])
 def test_a_disabled_context_does_nothing(kind: str, joinables: int) -> None:
-    assert run(kind, SIZE, even, joinables) == [(SIZE * FEWEST * joinables, False)] * SIZE
+    assert run(kind, SIZE, even, joinables) == [(SIZE * MIN_INPUTS * joinables, False)] * SIZE
 
 
 def throwing(joinables: int) -> int:
@@ -151,7 +151,7 @@ def test_early_termination_says_nothing_where_inputs_are_even() -> None:
     def body() -> int:
         return train(2, False, 1, throw_on_early_termination=True)[0]
 
-    assert run("threads", 3, body) == [3 * FEWEST * 2] * 3
+    assert run("threads", 3, body) == [3 * MIN_INPUTS * 2] * 3
 
 
 @settings(max_examples=25, deadline=None)
@@ -196,7 +196,7 @@ def test_one_all_reduce_per_step_and_one_more_at_the_end() -> None:
         return len(calls)
 
     for throw in (False, True):
-        assert run("threads", 2, body, throw) == [FEWEST + 1] * 2
+        assert run("threads", 2, body, throw) == [MIN_INPUTS + 1] * 2
 
 
 def test_only_in_the_context_is_anything_announced() -> None:
@@ -283,8 +283,8 @@ def failing_between_steps() -> str:
     joinable = Summing()
     try:
         with Join([joinable]):
-            for step in range(FEWEST + dist.get_rank()):
-                if dist.get_rank() == 1 and step == FEWEST:
+            for step in range(MIN_INPUTS + dist.get_rank()):
+                if dist.get_rank() == 1 and step == MIN_INPUTS:
                     raise Mishap
                 joinable()
     except (Mishap, JoinInterruptedError) as error:

@@ -43,10 +43,10 @@ def numbers() -> None:
     for _ in range(20):
         with autograd.context() as context_id:
             assert current_context().context_id == context_id
-            assert context_id >> 48 == current_agent().rank
+            assert context_id >> 48 == current_agent().number
             seen.append(context_id)
     assert len(set(seen)) == 20
-    assert contexts_of(current_agent()).max_number == 281474976710655 + (current_agent().rank << 48)
+    assert contexts_of(current_agent()).max_number == 281474976710655 + (current_agent().number << 48)
     for context_id in seen:
         with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
             autograd.get_gradients(context_id)
@@ -140,10 +140,10 @@ def graph() -> None:
             ),
         )
         context = current_context()
-        sends, receipts = context._send_functions(), context._recv_functions()
+        sends, receives = context._send_functions(), context._recv_functions()
         assert node_names(sends) == [[leaf_node, leaf_node], ["AddBackward0"]]
         assert next(iter(sends.values())).next_functions[0][0].variable is one
-        assert result.grad_fn is list(receipts.values())[-1]
+        assert result.grad_fn is list(receives.values())[-1]
         assert result.grad_fn.name() == received
         assert rpc.rpc_sync(1, graph_there, (context_id,)) == ([[received, received], [received]], 2)
     with autograd.context() as context_id:

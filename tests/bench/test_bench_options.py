@@ -46,7 +46,7 @@ def test_arguments_become_options():
         parse(
             *("--nproc", "4,2,2", "--ops", "barrier,reduce", "--sizes", "4B,1MB", "--peers", "gloo,mpich"),
             *("--mpi", "My MPI=/opt/bin/python", "--rounds", "2", "--seconds", "0.5", "--output", "there"),
-            *("--sections", "startup", "--markdown"),
+            *("--sections", "startup", "--markdown", "--loaded"),
         )
     )
     assert options == BenchOptions(
@@ -60,6 +60,7 @@ def test_arguments_become_options():
         sections=("startup",),
         output=Path("there"),
         markdown=True,
+        loaded=True,
     )
 
 

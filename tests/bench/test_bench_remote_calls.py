@@ -20,6 +20,8 @@ def test_remote_calls_are_measured_for_every_workload_and_both_libraries(
         "a tensor of 4 KB",
         "a tensor of 1 MB",
         "a tensor of 64 MB",
+        "a tensor of 1 MB, negated",
+        "a tensor of 64 MB, negated",
         "2,000 calls in flight, each",
     ]
     for row in table.rows:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
 from benchmarks import training
 from benchmarks.options import BenchOptions
-from benchmarks.training import measure_training
+from benchmarks.training import measure_training, spinning_processes
 
 
 def test_training_is_measured_for_every_model_and_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +26,14 @@ def test_training_is_measured_for_every_model_and_both_libraries(monkeypatch: py
         for way, value in row.values.items():
             low, high = row.intervals[way]
             assert 0 < low <= value <= high
+
+
+def test_on_a_loaded_machine_a_process_spins_on_each_core_meanwhile() -> None:
+    cores = os.sched_getaffinity(0)
+    with spinning_processes() as spinning:
+        while {frozenset(os.sched_getaffinity(each)) for each in spinning} != {frozenset({c}) for c in cores}:
+            time.sleep(0.001)
+        assert len(spinning) == len(cores)
+    for each in spinning:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)

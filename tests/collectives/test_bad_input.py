@@ -50,9 +50,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"`tensor` has unsupported layout torch.sparse_coo: .* only supports dense tensors",
     ),
     "another device": (
-        lambda: dist.all_reduce(torch.ones(3, device="meta")),
+        lambda: dist.all_gather_into_tensor(ones(6), torch.ones(3, device="meta")),
         InvalidArgumentError,
-        r"`tensor` is on unsupported device type meta; move it to the CPU first",
+        r"`input_tensor` is on unsupported device type meta; move it to the CPU first",
     ),
     "another device in a list": (
         lambda: dist.all_gather([ones(3), torch.ones(3, device="meta")], ones(3)),
@@ -60,7 +60,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"`tensor_list\[1\]` is on unsupported device type meta",
     ),
     "another device, moved": (
-        lambda: dist.broadcast(torch.ones(3, device="meta"), 0),
+        lambda: dist.all_to_all_single(ones(4), torch.ones(4, device="meta")),
         InvalidArgumentError,
         "unsupported device type meta",
     ),

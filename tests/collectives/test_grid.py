@@ -25,12 +25,21 @@ def many_chunks(case: Case, thorough: bool) -> None:
         check_case(case, (77,), (torch.uint8, torch.complex128), ("mixed",))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_operation_gives_what_its_formula_says(case: Case, size: int, kind: str) -> None:
+def test_every_operation_gives_what_its_formula_says(case: Case, size: int) -> None:
+    run("threads", size, many_chunks, case, True)
+
+
+def every_operation_in_many_chunks() -> None:
+    for case in CASES:
+        many_chunks(case, thorough=False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_operation_gives_the_same_in_processes(size: int) -> None:
     """Threads and processes run the same kernels, so that processes need only show that they do."""
-    run(kind, size, many_chunks, case, kind == "threads")
+    run("processes", size, every_operation_in_many_chunks)
 
 
 def around_the_thresholds(case: Case) -> None:
@@ -39,10 +48,14 @@ def around_the_thresholds(case: Case) -> None:
     check_case(case, [edge // 4 for edge in edges[:1]], (torch.float32,), ("arena",))
 
 
+def every_operation_around_the_thresholds() -> None:
+    for case in CASES:
+        around_the_thresholds(case)
+
+
 @pytest.mark.parametrize(("kind", "size"), [("processes", 2), ("threads", 3)])
-@pytest.mark.parametrize("case", CASES)
-def test_lengths_around_the_thresholds_that_are_in_use(case: Case, size: int, kind: str) -> None:
-    run(kind, size, around_the_thresholds, case)
+def test_lengths_around_the_thresholds_that_are_in_use(kind: str, size: int) -> None:
+    run(kind, size, every_operation_around_the_thresholds)
 
 
 def on_device(case: Case, device: str) -> None:

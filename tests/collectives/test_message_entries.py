@@ -83,15 +83,15 @@ def be_interrupted() -> list[str]:
         dist.recv(tensor, 0)
         assert tensor.tolist() == [float(place)] * 30, where
         places.append(where[0])
-        if where[0].startswith("_go_on"):
+        if where[0].startswith("_continue_call"):
             break
     return places
 
 
 def test_an_interrupt_where_python_takes_a_call_over_loses_nothing() -> None:
     (places,) = run("threads", 1, be_interrupted)
-    assert places[0].startswith("go_on")  # before anything of the mailbox
-    assert places[-1].startswith("_go_on")
+    assert places[0].startswith("finish_call")  # before anything of the mailbox
+    assert places[-1].startswith("_continue_call")
 
 
 def receive_what_is_longer() -> None:

@@ -132,7 +132,8 @@ def test_every_rank_is_told_what_all_called_and_where(name: str, asynchronous: b
             "the ranks of group 'default' called different operations (number 2 of the group):"
         )
         assert message.endswith("Nothing was sent; the group stays usable.")
-        lines = message.splitlines()[1:-1]
+        first, *lines = message.splitlines()[1:-1]
+        assert first.startswith(f"diagnosis: mismatch: rank {odd_rank} called {odd}")
         for rank, line in enumerate(lines):
             told = odd if rank == odd_rank else even
             assert line.startswith(f"  rank {rank} called {told}")

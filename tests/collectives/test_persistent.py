@@ -189,10 +189,11 @@ def misuse() -> None:
     plan.wait()
     plan()
     assert tensor.tolist() == [4.0 if dist.get_world_size() == 2 else 1.0] * 8
+    other = torch.ones(8)  # made now: later it might be where the tensor was
     for change in (
         lambda: tensor.untyped_storage().resize_(0),
         lambda: tensor.resize_(8 * 4096),
-        lambda: tensor.set_(torch.ones(8).untyped_storage()),
+        lambda: tensor.set_(other.untyped_storage()),
     ):
         change()
         for start in (plan.start, plan):

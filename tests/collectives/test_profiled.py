@@ -126,3 +126,25 @@ def fail() -> bool:
 
 def test_what_is_refused_leaves_no_range_open() -> None:
     assert run("processes", N, fail) == [True] * N
+
+
+def named() -> list[str]:
+    """Return the names of the operations of a thread's blocks, in order."""
+    seen = []
+    with torch.autograd.profiler.profile() as profiled:
+        dist.all_reduce(ones(2))
+        with dist.record_comm("layer 1"):
+            dist.all_reduce(ones(2))
+            with dist.record_comm("layer 2"):
+                dist.broadcast(ones(2), 0, async_op=True).wait()
+            dist.barrier()
+        dist.barrier()
+    for event in sorted(profiled.function_events, key=lambda event: event.time_range.start):
+        if event.name.startswith(("gloo:", "layer")):
+            seen.append(event.name)
+    return seen
+
+
+def test_a_block_names_its_operations() -> None:
+    names = ["gloo:all_reduce", "layer 1", "layer 2", "layer 1", "gloo:barrier"]
+    assert run("processes", N, named) == [names] * N

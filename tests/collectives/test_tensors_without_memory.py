@@ -2,7 +2,7 @@
 
 Every operation is given every kind of them in every place, after it has gone well with a plain tensor (so
 that the fast paths are open too). Before there was a gate, many of these calls ended the process, on
-every rank.
+every rank. Operations on fake and meta tensors alone have fake results, as torch's.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "complex functional": lambda: torch._to_functional_tensor(torch.ones(COUNT, dtype=torch.complex64)),
 }
 
+FAKE = ("fake", "meta")
+
 # By kind of operation: a call for each of its arguments, with the given tensor there and plain ones besides.
 Call = Callable[[torch.Tensor], Any]
 TWICE, HALF = 2 * COUNT, COUNT // 2
@@ -175,12 +177,16 @@ def every_operation() -> None:
         if (work := call(plain())) is not None:  # and opens the fast path
             work.wait()
         for kind in KINDS:
+            if kind in FAKE and (where in ("tensor", "queued") or operation in (Kind.gather, Kind.scatter)):
+                continue  # which is by itself there, and not refused: see below
             with made(kind) as odd:
                 refused(call, odd, f"{operation.name}, {where}: {kind}")
     for name, (send, receive) in MESSAGES.items():
         for first in (0, 1):
             (send if dist.get_rank() == first else receive)(plain())
         for kind in KINDS:
+            if kind in FAKE:
+                continue
             with made(kind) as odd:
                 refused(send, odd, f"{name}: {kind}")
                 refused(receive, odd, f"the receive of {name}: {kind}")
@@ -198,6 +204,63 @@ def test_every_kind_of_operation_is_among_them() -> None:
     """Those with tensors; messages are tried too, and a sparse all_reduce takes none of these."""
     tried = {operation.name for operation, _ in OPERATIONS}
     assert {kind.name for kind in Kind} - tried == {"barrier", "sparse_all_reduce", "send", "recv"}
+
+
+def alone(like: Callable[[int], torch.Tensor]) -> None:
+    """On rank 0 only: every operation on tensors that are all fake."""
+    odd, whole, pair = like(COUNT), like(TWICE), [like(COUNT), like(COUNT)]
+    group = dist.group.WORLD
+    assert group is not None
+    for call in (
+        *(call for (_, where), call in OPERATIONS.items() if where in ("tensor", "queued")),
+        *(call for message in MESSAGES.values() for call in message),
+        lambda odd: dist.all_reduce(odd, dist.ReduceOp.premul_sum(2.0)),
+        lambda odd: dist.all_reduce_coalesced([odd, *pair]),
+        lambda odd: dist.all_gather(pair, odd),
+        lambda odd: dist.all_gather_into_tensor(whole, odd),
+        lambda odd: dist.gather(odd, pair, 0),
+        lambda odd: dist.scatter(odd, pair, 0),
+        lambda odd: dist.reduce_scatter(odd, pair),
+        lambda odd: dist.reduce_scatter_tensor(odd, whole),
+        lambda odd: dist.all_to_all(pair, [odd, odd]),
+        lambda odd: dist.all_to_all_single(odd, pair[0]),
+        lambda odd: group.allreduce([odd, pair[0]]),
+        lambda odd: group.broadcast([odd, pair[0]]),
+        lambda odd: group.allgather([[*pair, like(COUNT), like(COUNT)], [*pair, odd, odd]], pair),
+    ):
+        work = call(odd)
+        assert not isinstance(work, dist.Work) or (work.wait() and work.is_success())
+    work = dist.all_gather_into_tensor(whole, odd, async_op=True)
+    assert work is not None
+    (result,) = work.result()
+    assert result is whole
+    refused(lambda odd: dist.all_gather_into_tensor(odd, whole), odd, "a wrong shape")
+    refused(lambda odd: dist.all_reduce(odd, dist.ReduceOp.BAND), odd, "what floats do not have")
+
+
+def of_fakes() -> None:
+    before = dist.group.WORLD.get_sequence_number_for_group()  # type: ignore[union-attr]
+    if dist.get_rank() == 0:
+        mode = FakeTensorMode()
+
+        def within(count: int) -> torch.Tensor:
+            with mode:
+                return torch.ones(count)
+
+        for like in (within, lambda count: torch.ones(count, device="meta")):
+            alone(like)
+        with mode:
+            alone(torch.ones)
+    assert dist.group.WORLD.get_sequence_number_for_group() == before  # type: ignore[union-attr]
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("hosts", [("", ""), ("h0", "h1")])
+def test_operations_on_fake_tensors_send_nothing(hosts: tuple[str, str]) -> None:
+    """As torch's fake kernels: one rank calls them, the arguments are checked, and shapes are the results."""
+    run("threads", 2, of_fakes, hosts=hosts)
 
 
 def has_bytes(kind: str) -> bool:

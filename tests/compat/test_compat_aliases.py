@@ -43,25 +43,37 @@ def test_the_documentation_lists_them() -> None:
     assert told == {path: list(sources) for path, sources in ALIASES.items() if sources}
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_new_process_finds_them_by_their_paths(method: str) -> None:
+def test_a_new_process_finds_them_by_their_paths() -> None:
     path = "torchestra.compat.algorithms.ddp_comm_hooks.default_hooks"
-    with multiprocessing.get_context(method).Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(own_name, [path]) == path
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import torchestra.compat.nn.api.remote_module as module; module.RemoteModule",
-        "from torchestra.compat.algorithms import join; join._JoinConfig",
-        "import torchestra.compat as dist; dist.optim.functional_sgd._FunctionalSGD",
-        "from torchestra.compat._shard.sharded_tensor import *; ShardedTensor",
-        "from torchestra.options import GroupOptions; GroupOptions()",
-    ],
-)
-def test_every_form_of_import_finds_them(statement: str) -> None:
-    subprocess.run([sys.executable, "-c", statement], check=True, timeout=60)
+FORMS_OF_IMPORT = [
+    "import torchestra.compat.nn.api.remote_module as module; module.RemoteModule",
+    "from torchestra.compat.algorithms import join; join._JoinConfig",
+    "import torchestra.compat as dist; dist.optim.functional_sgd._FunctionalSGD",
+    "from torchestra.compat._shard.sharded_tensor import *; ShardedTensor",
+    "from torchestra.options import GroupOptions; GroupOptions()",
+]
+# Each is the first that its process imports of torchestra; torch, which takes long, is there already.
+EACH_IN_A_FORK = """
+import os, sys, torch
+
+for statement in sys.argv[1:]:
+    assert "torchestra" not in sys.modules
+    if (pid := os.fork()) == 0:
+        exec(statement)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, statement
+"""
+
+
+def test_every_form_of_import_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # by which torch would import torchestra
+    command = [sys.executable, "-c", EACH_IN_A_FORK, *FORMS_OF_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_not_in_the_table_is_not_found() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -229,3 +231,18 @@ def test_what_torch_keeps_of_groups_can_be_read() -> None:
         assert world.pg_to_tag[dist.group.WORLD] == c10d._get_group_tag(dist.group.WORLD)
         assert world.group_count == 2
         assert [info["pg_name"] for info in world.pg_config_info] == list(world.pg_names.values())
+
+
+def test_a_group_is_reconfigured_by_torchs_names() -> None:
+    with thread_rank(0, 1, HashStore()):
+        dist.init_process_group("gloo", rank=0, world_size=1, enable_reconfigure=True)
+        assert c10d._supports_reconfigure()
+        handle = c10d._get_reconfigure_handle()
+        work = c10d._reconfigure(uuid=7, handles=[handle], timeout=timedelta(seconds=20), hints={"k": "v"})
+        assert work.wait()
+        with pytest.raises(RuntimeError, match="already used"):
+            c10d._reconfigure(7, [handle])
+        with pytest.raises(RuntimeError, match="made with its ranks"):
+            c10d._get_reconfigure_handle(dist.new_group([0]))
+        assert not c10d._supports_reconfigure(dist.ProcessGroup(0, 1))
+        dist.destroy_process_group()

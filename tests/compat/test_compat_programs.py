@@ -14,6 +14,7 @@ import torch
 
 import torchestra
 import torchestra.compat as dist
+from torchestra.compat import futures
 from torchestra.compat.renaming import rename
 from torchestra.nn import SyncBatchNorm
 from torchestra.nn.parallel import DistributedDataParallel
@@ -224,6 +225,9 @@ def test_every_spelling_is_torchestras(program: str) -> None:
         ("import torch\nfound = torch.nn.SyncBatchNorm", SyncBatchNorm),
         ("import torch.distributed as d\nfound = d.optim.ZeroRedundancyOptimizer", ZeroRedundancyOptimizer),
         ("from torch._C._distributed_c10d import Store as found", dist.Store),
+        ("import torch\nfound = torch.futures.wait_all", futures.wait_all),
+        ("from torch.futures import collect_all as found", futures.collect_all),
+        ("from torch.futures import Future as found", torch.futures.Future),
     ],
 )
 def test_what_lies_beside_it_is_torchestras(program: str, expected: object) -> None:

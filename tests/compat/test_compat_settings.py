@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import torchestra
 import torchestra.compat as dist
 from torchestra.compat.distributed_c10d import _compute_bucket_assignment_by_size
+from torchestra.compat.optim.zero_redundancy_optimizer import _broadcast_object
+from worlds import run
 
 
 @pytest.fixture
@@ -55,12 +59,12 @@ def test_a_backend_is_its_name_in_lower_case() -> None:
 
 @pytest.mark.usefixtures("unchanged")
 def test_a_registered_backend_is_known() -> None:
-    dist.Backend.register_backend("Dummy", lambda: None, devices=["xpu"])
+    dist.Backend.register_backend("Dummy", lambda: None, devices=["hpu"])
     assert dist.is_backend_available("dummy")
     assert "dummy" in dist.Backend.backend_list
     assert dist.Backend._plugins["DUMMY"].extended_api is False
-    assert dist.get_default_backend_for_device("xpu:1") == "dummy"
-    assert repr(dist.BackendConfig("dummy")) == "xpu:dummy"
+    assert dist.get_default_backend_for_device("hpu:1") == "dummy"
+    assert repr(dist.BackendConfig("dummy")) == "hpu:dummy"
 
 
 def test_which_backend_serves_which_device() -> None:
@@ -112,3 +116,51 @@ def test_a_rendezvous_is_iterated(tmp_path: Path) -> None:
     store, rank, world_size = next(dist.rendezvous(f"file://{tmp_path}/met", 0, 1))
     store.set("key", "value")
     assert (store.get("key"), rank, world_size) == (b"value", 0, 1)
+
+
+def mismatch_later() -> None:
+    """At the level DETAIL, and in a wrapped group, a mismatch is raised by the call; else by wait()."""
+    rank = torchestra.get_rank()
+
+    def begin(group: Any) -> Any:
+        return torchestra.all_reduce(torch.ones(1 + rank), group=group, async_op=True)
+
+    plain, wrapped = (
+        torchestra.new_group(),
+        dist.distributed_c10d._create_process_group_wrapper(
+            torchestra.new_group(), "prefix", torchestra.HashStore(), rank, 2
+        ),
+    )
+    work = begin(plain)
+    with pytest.raises(torchestra.CollectiveMismatchError):
+        work.wait()
+    with pytest.raises(torchestra.CollectiveMismatchError):
+        begin(wrapped)
+    again = torchestra.new_group()
+    total = torch.ones(2)
+    assert torchestra.all_reduce(total, group=again, async_op=True).wait()
+    torchestra.barrier()
+    if rank == 0:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # of the process, so of both ranks
+    torchestra.barrier()
+    work = torchestra.all_reduce(total, group=again, async_op=True)
+    assert work.is_completed()
+    assert work.wait()
+    assert total.tolist() == [4.0, 4.0]
+    with pytest.raises(torchestra.CollectiveMismatchError):
+        begin(again)
+
+
+@pytest.mark.usefixtures("level")
+def test_at_the_level_detail_a_mismatch_is_raised_by_the_call() -> None:
+    run("threads", 2, mismatch_later)
+
+
+def broadcast_state() -> Any:
+    state = {"lr": 0.5, "of": torch.ones(2)} if torchestra.get_rank() == 1 else None
+    return _broadcast_object(state, 1, torchestra.group.WORLD, torch.device("cpu"))
+
+
+def test_an_optimizers_state_is_broadcast() -> None:
+    for state in run("threads", 2, broadcast_state):
+        assert (state["lr"], state["of"].tolist()) == (0.5, [1.0, 1.0])

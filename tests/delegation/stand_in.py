@@ -99,7 +99,7 @@ class ThreadScheduler(StreamScheduler):
                 raise event.error
         return event
 
-    def settle(self, work: Any, refuse: Refuse) -> None:
+    def order_after(self, work: Any, refuse: Refuse) -> None:
         EndOfWork(work, None, refuse).join()
 
     def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:

@@ -10,18 +10,18 @@ import torch
 import torchestra as dist
 from torchestra.communicator.host_staging import POSSIBLE
 from torchestra.engine.device import agreement
-from torchestra.engine.device.agreement import Agreement, Card, DeviceRequest, agree, announce
+from torchestra.engine.device.agreement import Agreement, DeviceRecord, DeviceRequest, agree, announce
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.process_group.starting import choose_backend, device_request, requires_nccl
 from torchestra.store import HashStore, Store
 from worlds import run
 
 
-def card(index: int, identity: str) -> Card:
-    return Card(torch.device("cuda", index), identity, "")
+def record(index: int, identity: str) -> DeviceRecord:
+    return DeviceRecord(torch.device("cuda", index), identity, "")
 
 
-def told(*cards: Card | None) -> Store:
+def told(*cards: DeviceRecord | None) -> Store:
     """A store into which these ranks have put their cards."""
     store = HashStore()
     for rank, each in enumerate(cards):
@@ -34,7 +34,7 @@ REQUIRED = DeviceRequest(required=True)
 
 
 def test_ranks_with_devices_of_their_own_delegate() -> None:
-    cards = [card(0, "a"), card(1, "b"), card(0, "c")]
+    cards = [record(0, "a"), record(1, "b"), record(0, "c")]
     store = told(*cards)
     for each in cards:
         assert agree(store, 3, "g", each, DeviceRequest()) == Agreement(each.device, ["a", "b", "c"])
@@ -45,12 +45,15 @@ def test_ranks_with_devices_of_their_own_delegate() -> None:
 @pytest.mark.parametrize(
     ("cards", "reason"),
     [
-        ([card(0, "a"), card(0, "a"), card(1, "b")], r"ranks \[0, 1\] share device a: .*set_device"),
-        ([card(0, "a"), Card(None, "", "there is no CUDA device"), card(1, "b")], "rank 1: there is no CUDA"),
-        ([card(0, "a"), card(1, "b"), None], r"ranks \[2\] have not asked for it"),
+        ([record(0, "a"), record(0, "a"), record(1, "b")], r"ranks \[0, 1\] share device a: .*set_device"),
+        (
+            [record(0, "a"), DeviceRecord(None, "", "there is no CUDA device"), record(1, "b")],
+            "rank 1: there is no CUDA",
+        ),
+        ([record(0, "a"), record(1, "b"), None], r"ranks \[2\] have not asked for it"),
     ],
 )
-def test_else_all_go_through_the_host_or_hear_why(cards: list[Card | None], reason: str) -> None:
+def test_else_all_go_through_the_host_or_hear_why(cards: list[DeviceRecord | None], reason: str) -> None:
     store = told(*cards)
     for each in cards:
         if each is not None:
@@ -87,14 +90,16 @@ def test_a_rank_names_the_device_that_the_program_has_chosen(
     store = HashStore()
     assert announce(store, 0, DeviceRequest(), 1) is None
     assert store.num_keys() == 0
-    assert announce(store, 0, REQUIRED, 0) == card(0, "GPU-0")
-    assert announce(store, 0, REQUIRED, 3) == card(1, "GPU-1")
-    assert announce(store, 0, DeviceRequest(torch.device("cuda", 0)), 1) == card(0, "GPU-0")
+    assert announce(store, 0, REQUIRED, 0) == record(0, "GPU-0")
+    assert announce(store, 0, REQUIRED, 3) == record(1, "GPU-1")
+    assert announce(store, 0, DeviceRequest(torch.device("cuda", 0)), 1) == record(0, "GPU-0")
     two_gpus[0] = True
-    assert announce(store, 0, DeviceRequest(), 0) == card(1, "GPU-1")
+    assert announce(store, 0, DeviceRequest(), 0) == record(1, "GPU-1")
     monkeypatch.setenv(agreement.ENGINE_VARIABLE, "staging")
     assert announce(store, 0, DeviceRequest(), 0) is None
-    assert announce(store, 0, REQUIRED, 0) == Card(None, "", "TORCHESTRA_DEVICE_ENGINE=staging is set")
+    assert announce(store, 0, REQUIRED, 0) == DeviceRecord(
+        None, "", "TORCHESTRA_DEVICE_ENGINE=staging is set"
+    )
     monkeypatch.setenv(agreement.ENGINE_VARIABLE, "smoke")
     with pytest.raises(InvalidArgumentError, match="TORCHESTRA_DEVICE_ENGINE must be staging"):
         announce(store, 0, DeviceRequest(), 0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchestra.engine.device import completion
-from torchestra.engine.device.completion import PendingOperation, Watch
+from torchestra.engine.device.completion import CompletionThread, PendingOperation
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
 from torchestra.system import deadline
 
@@ -27,6 +27,9 @@ class Alone:
     def report(self, *_: Any) -> str:
         return ""
 
+    def ask_elsewhere(self) -> list[Any]:
+        return []
+
     def abort(self, why: str, explain: object) -> None:
         self.why = why
 
@@ -38,7 +41,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
     now = [0.0]
     for module in (completion, deadline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
+    watching = CompletionThread(Alone(), "world", lambda: None)  # type: ignore[arg-type]
     pending = PendingOperation("all_reduce", lambda: False, deadline.Deadline(10.0), "here")
     now[0] += 100.0
     watching._check(pending)
@@ -53,8 +56,8 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
 
 
 def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
-    """It is the only thing under way, so that nothing else keeps barrier, settle and close waiting."""
-    watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
+    """It is the only thing under way, so that nothing else keeps barrier, order_after and close waiting."""
+    watching = CompletionThread(Alone(), "world", lambda: None)  # type: ignore[arg-type]
     drained: list[bool] = []
     ended = threading.Event()
 

@@ -11,13 +11,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import torchestra
+import worlds
+from torchestra.interop import adopt
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_SECONDS = 600.0
@@ -115,6 +119,89 @@ def test_torchmetrics(seconds: dict[str, tuple[float, float]], nothing_left: Cal
     nothing_left()
 
 
+def share(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of five classes and the labels that a rank sees; ranks see differently many."""
+    generator = torch.Generator().manual_seed(rank)
+    number = 20 + 7 * rank
+    return torch.rand(number, 5, generator=generator), torch.randint(0, 5, (number,), generator=generator)
+
+
+def synchronise_metrics() -> None:
+    """Compare metrics of each rank's share, synchronised, with those of all shares."""
+    from torchmetrics import CatMetric, MeanMetric, PearsonCorrCoef
+    from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
+
+    adopt()
+    rank, size = torchestra.get_rank(), torchestra.get_world_size()
+    everything = tuple(torch.cat(parts) for parts in zip(*map(share, range(size)), strict=True))
+    values = []
+    for synchronised, (scores, labels) in ((True, share(rank)), (False, everything)):
+        options = {"sync_on_compute": synchronised}
+        metrics = [
+            (MulticlassAccuracy(5, **options), (scores, labels)),
+            (MulticlassConfusionMatrix(5, **options), (scores, labels)),
+            (BinaryAUROC(**options), (scores[:, 0], (labels == 0).long())),
+            (PearsonCorrCoef(**options), (scores[:, 0], scores[:, 1])),
+            (MeanMetric(**options), (scores,)),
+            (CatMetric(**options), (scores[:, 2],)),
+        ]
+        for metric, given in metrics:
+            metric.update(*given)
+        values.append([metric.compute() for metric, _ in metrics])
+    torch.testing.assert_close(*values)
+    assert len(values[0][-1]) == sum(len(share(each)[1]) for each in range(size))
+
+
+@needs("torchmetrics")
+def test_torchmetrics_synchronises_in_a_program_of_torchestras_own(nothing_left: Callable[[], None]) -> None:
+    """After ``adopt()`` its states are gathered: sums, lists of uneven lengths, moments."""
+    worlds.run("processes", 2, synchronise_metrics, limit=LIMIT_SECONDS)  # importing it takes most of this
+    nothing_left()
+
+
 @needs("ray")
 def test_ray_train(seconds: dict[str, tuple[float, float]]) -> None:
     compare("Ray Train: TorchTrainer", seconds, str(PROGRAMS / "ray_train.py"))
+
+
+@needs("vllm")
+def test_vllm(seconds: dict[str, tuple[float, float]], nothing_left: Callable[[], None]) -> None:
+    """Tensor parallel inference: the same tokens by vLLM's shared memory, Gloo and torchestra."""
+    program = str(PROGRAMS / "vllm_generate.py")
+    variables = {
+        "PYTHONPATH": f"{Path(torchestra.__file__).parents[1]}:{PROGRAMS}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    own = result(output(False, program, "own", **variables))
+    on_gloo, ours = (result(output(served, program, **variables)) for served in (False, True))
+    assert ours["tokens"] == on_gloo["tokens"] == own["tokens"]
+    seconds["vLLM: 256 tokens, tensor parallel"] = on_gloo["seconds"], ours["seconds"]
+    seconds["the same, in place of Gloo vLLM's own"] = own["seconds"], ours["seconds"]
+    nothing_left()
+
+
+def slow_rank() -> torchestra.FlightRecord:
+    torchestra.barrier()
+    for _ in range(20):
+        if torchestra.get_rank() == 1:
+            time.sleep(0.01)  # the subject, not a way to wait for somebody
+        torchestra.all_reduce(torch.ones(1000))
+    torchestra.barrier()
+    return torchestra.flight_record()
+
+
+@needs("hta")
+def test_holistic_trace_analysis(tmp_path: Path) -> None:
+    """It reads the profiles of a flight record, and sees who computes and who waits."""
+    from hta.trace_analysis import TraceAnalysis
+
+    torchestra.launch(slow_rank, 2)[0].save(tmp_path, "kineto")
+    analysis = TraceAnalysis(trace_dir=str(tmp_path))
+    kinds, kernels = analysis.get_gpu_kernel_breakdown(visualize=False)
+    assert set(kinds["kernel_type"]) == {"COMPUTATION", "COMMUNICATION"}
+    assert "ncclKernel_all_reduce" in set(kernels["name"])
+    busy = analysis.get_temporal_breakdown(visualize=False).set_index("rank")["compute_time_pctg"]
+    assert busy[1] > 90 > 50 > busy[0]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchestra.engine.kernels import buffers, early, iovec, move, reduce, waiting
+from torchestra.engine.kernels import buffers, eager, iovec, move, reduce, waiting
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import External, kernel
 from torchestra.engine.native.kernel import Kernel, entry_point
@@ -171,12 +171,12 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
         ),
     ],
     iovec: [],
-    early: [
+    eager: [
         (  # broadcast
-            "        if rank == root:\n            memcpy(early_piece",
+            "        if rank == root:\n            memcpy(eager_piece",
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            post(context, meta, count)\n"
-            "        if rank == root:\n            memcpy(early_piece",
+            "        if rank == root:\n            memcpy(eager_piece",
         ),
     ],
     move: [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import mmap
 import os
@@ -60,7 +61,7 @@ class Ranks:
             mmap.mmap(-1, layout.PAGE + p2p.channel_area_bytes(size)), dtype=np.uint8
         )
         address = self._memory.ctypes.data
-        self.patience = np.array([0, 50_000_000], dtype=np.int64)
+        self.poll_interval = np.array([0, 50_000_000], dtype=np.int64)
         self.control = np.zeros((size, at.CONTROL_BYTES // 8), dtype=np.int64)
         self.masks = np.zeros((size, 2 * at.MASK_BYTES // 8), dtype=np.int64)
         self.contexts = np.zeros((size, at.CONTEXT_BYTES // 8), dtype=np.int64)
@@ -74,7 +75,7 @@ class Ranks:
                 (at.ABORT, address),
                 (at.SPINS, spins),
                 (at.YIELDS, yields),
-                (at.POLL_INTERVAL, self.patience.ctypes.data),
+                (at.POLL_INTERVAL, self.poll_interval.ctypes.data),
                 (at.STREAM_ABOVE, 1 << 19),
                 (at.RECORD, self.records[rank].ctypes.data),
                 (at.CLOCK, clock.NANOSECONDS),
@@ -330,7 +331,7 @@ def test_random_messages_arrive_between_processes(size: int) -> None:
 # -- that the stress finds what it is for: the same code with its invariant broken
 
 BREAK = 176  # an unused word of the private state
-NOTHING, EARLY_HEAD, EARLY_STAMP, EARLY_TAIL, NO_BELL, LATE_LOOK, OVERTAKING = (4 * code for code in range(7))
+NOTHING, EAGER_HEAD, EAGER_STAMP, EAGER_TAIL, NO_BELL, LATE_LOOK, OVERTAKING = (4 * code for code in range(7))
 # Added to it: who waits a little at the worst moment, before it copies a piece or while it goes to sleep.
 SLOW_SENDER, SLOW_RECEIVER, SLOW_SLEEPER = 1, 2, 3
 
@@ -352,7 +353,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     for old, new in (
         (
             "    memcpy(channel + w.DATA_AT",
-            f"    if load(state + {BREAK}) & 28 == {EARLY_HEAD}:\n"
+            f"    if load(state + {BREAK}) & 28 == {EAGER_HEAD}:\n"
             "        store_ordered(channel + w.HEAD, head + ((length + 63) & ~63))\n"
             f"    if load(state + {BREAK}) & 3 == {SLOW_SENDER}:\n"
             "        usleep(100)\n"
@@ -361,14 +362,14 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         (
             "    length = load(record + w.LENGTH)\n    if length <= w.INLINE_BYTES:\n",
             "    length = load(record + w.LENGTH)\n"
-            f"    if load(state + {BREAK}) & 28 == {EARLY_STAMP}:\n"
+            f"    if load(state + {BREAK}) & 28 == {EAGER_STAMP}:\n"
             "        store_ordered(slot + w.STAMP, sent + 1)\n"
             "    if length <= w.INLINE_BYTES:\n",
         ),
         (
-            "        landing = load(known + w.LANDING)\n",
-            "        landing = load(known + w.LANDING)\n"
-            f"        if load(state + {BREAK}) & 28 == {EARLY_TAIL}:\n"
+            "        destination = load(known + w.DESTINATION)\n",
+            "        destination = load(known + w.DESTINATION)\n"
+            f"        if load(state + {BREAK}) & 28 == {EAGER_TAIL}:\n"
             "            store_ordered(channel + w.TAIL, tail + ring)\n"
             f"        if load(state + {BREAK}) & 3 == {SLOW_RECEIVER}:\n"
             "            usleep(300)\n",
@@ -448,9 +449,9 @@ def streams(package: ModuleType, how: int, length: int) -> None:
 @pytest.mark.parametrize(
     ("how", "slow", "length"),
     [
-        (EARLY_HEAD, SLOW_SENDER, 700_000),
-        (EARLY_STAMP, SLOW_SENDER, 10_000),
-        (EARLY_TAIL, SLOW_RECEIVER, 700_000),
+        (EAGER_HEAD, SLOW_SENDER, 700_000),
+        (EAGER_STAMP, SLOW_SENDER, 10_000),
+        (EAGER_TAIL, SLOW_RECEIVER, 700_000),
     ],
 )
 def test_the_stress_sees_a_broken_protocol(breakable: ModuleType, how: int, slow: int, length: int) -> None:
@@ -462,7 +463,7 @@ def test_the_stress_sees_a_broken_protocol(breakable: ModuleType, how: int, slow
 
 def ping_pong(ranks: Ranks, turns: int, done: list[int]) -> None:
     """Rank 0 with all others. Every wait sleeps at once, and for very long if it is not woken."""
-    ranks.patience[0] = 1000
+    ranks.poll_interval[0] = 1000
 
     def work(rank: int) -> None:
         data = numbers(4)
@@ -772,7 +773,7 @@ def test_signals_at_any_moment_lose_nothing(pair: Ranks) -> None:
             pair[1].recv(data, 0)
             pair[1].send(data, 0)
 
-    turns = 1500
+    turns = 500
     peer = threading.Thread(target=echo)
     peer.start()
     before = signal.signal(signal.SIGVTALRM, handler)
@@ -797,6 +798,62 @@ def test_signals_at_any_moment_lose_nothing(pair: Ranks) -> None:
     peer.join(LIMIT)
     assert interruptions
     assert not pair.mailboxes[0]._pending
+
+
+def interrupted(pair: Ranks, at: int) -> bool:
+    """Exchange a message, and raise where a signal handler could when a wait has begun or ended ``at`` calls.
+
+    Returns:
+        Whether the wait made as many calls.
+    """
+
+    class Signalled(Exception):
+        pass
+
+    calls = itertools.count()
+
+    # The peer answers only when the wait has begun: else there may be nothing left to wait for.
+    has_begun = threading.Event()
+
+    def raise_at(frame: object, event: str, argument: object) -> None:
+        has_begun.set()
+        if event in ("call", "c_return") and next(calls) == at:
+            raise Signalled
+
+    def echo() -> None:
+        assert has_begun.wait(LIMIT)
+        received = like(data)
+        pair[1].recv(received, 0)
+        pair[1].send(received, 0)
+
+    data = numbers(70_000, at)
+    target = like(data)
+    transfers = [pair[0].isend(data, 1), pair[0].irecv(target, 1)]
+    peer = threading.Thread(target=echo)
+    peer.start()
+    gc.disable()  # what a finalizer raises goes nowhere
+    sys.setprofile(raise_at)
+    try:
+        for transfer in transfers:
+            pair.mailboxes[0].wait(transfer)
+    except Signalled:
+        was_interrupted = True
+    else:
+        was_interrupted = False
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+        has_begun.set()
+    for transfer in transfers:
+        pair.mailboxes[0].wait(transfer)
+    peer.join(LIMIT)
+    equal(target, data, f"interrupted at call {at}")
+    return was_interrupted
+
+
+def test_a_wait_can_be_interrupted_before_and_after_each_of_its_calls(pair: Ranks) -> None:
+    pair.waiter.timeout_s = 5.0  # of a wait that would never end
+    assert next(at for at in itertools.count() if not interrupted(pair, at)) > 20
 
 
 def test_an_aborted_group_ends_a_wait_at_once(pair: Ranks) -> None:

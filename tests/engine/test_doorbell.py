@@ -39,7 +39,7 @@ class Actor(threading.Thread):
             "store_ordered": self._store,
             "fetch_add": self._add,
             "syscall": self._futex,
-            "NAPS": 0,  # it sleeps as soon as there is nothing to do
+            "SHORT_SLEEPS": 0,  # it sleeps as soon as there is nothing to do
         }
         scope = {**vars(doorbell), **own}
         for name in ("ring", "start_now"):

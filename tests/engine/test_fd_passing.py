@@ -251,8 +251,8 @@ def reflect(connection: socket.socket, said: bytes) -> None:
             "does not know this rank's secret, and is not trusted",
         ),
         (reflect, "does not know this rank's secret, and is not trusted"),
-        (lambda connection, _: connection.send(b"given"), "speaks another language"),
-        (lambda connection, _: connection.send(b"x" * 200), "speaks another language"),
+        (lambda connection, _: connection.send(b"given"), "does not speak this rank's protocol"),
+        (lambda connection, _: connection.send(b"x" * 200), "does not speak this rank's protocol"),
     ],
     ids=["nonsense", "reflection", "a gift", "too much"],
 )

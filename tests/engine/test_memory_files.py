@@ -11,6 +11,7 @@ import torch
 
 import torchestra as dist
 from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.multihost import host_discovery
 from torchestra.errors import DistBackendError
 from torchestra.monitor.doctor import examine
 from torchestra.store import Store
@@ -83,6 +84,15 @@ def test_a_dev_shm_that_is_full_or_missing_is_said_so(
         DistBackendError, match=r"there is no memfd_create .*as a seccomp filter has it.* no file"
     ):
         memory_files.make_memory_file("test")
+
+
+def test_ranks_that_look_for_their_host_say_so_too() -> None:
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(DistBackendError, match=r"which is used because this .* has no room for what"):
+            host_discovery._write(descriptor, b"1", 0)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_memory_file_is_sealed_and_not_executable_where_the_system_can() -> None:

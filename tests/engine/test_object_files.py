@@ -38,13 +38,13 @@ class Compiler:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The only place for object files, in a directory of the test's own."""
-    place = Directory(tmp_path / "cache", "the test")
-    assert not prepare(place.folder)
+    """The only directory for object files, in a directory of the test's own."""
+    directory = Directory(tmp_path / "cache", "the test")
+    assert not prepare(directory.folder)
     for module in (object_files, cache_directories):
-        monkeypatch.setattr(module, "candidates", lambda: iter([place]))
+        monkeypatch.setattr(module, "candidates", lambda: iter([directory]))
     monkeypatch.setattr(object_files, "PREBUILT", tmp_path / "none")
-    yield place.folder
+    yield directory.folder
     object_files.say_once.cache_clear()
 
 
@@ -162,7 +162,7 @@ def test_an_object_in_a_directory_that_cannot_be_written_is_found(
 ) -> None:
     """An image is prepared by root, and used by anybody."""
     assert is_compiled()
-    monkeypatch.setattr(object_files, "choose", lambda: pytest.fail("looked for a place to write"))
+    monkeypatch.setattr(object_files, "choose", lambda: pytest.fail("looked for a directory to write"))
     assert not is_compiled()
 
 
@@ -232,7 +232,7 @@ def test_who_waits_says_for_whom_and_compiles_at_last(
     assert is_compiled()
     said = capfd.readouterr().err
     assert "waiting for process 4711 on another host" in said
-    assert "compiling beside it" in said
+    assert "compiling at the same time" in said
 
 
 def test_the_lock_names_who_has_it_and_is_let_go_in_children_too(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchestra as dist
-from baton import Baton, Kernel, Stuck, rebuilt
+from kernel_order import Deadlock, Kernel, KernelScheduler, rebuilt
 from thresholds import use_thresholds
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import buffers, move, reduce
@@ -27,7 +27,9 @@ sys.path.append(str(Path(__file__).parent.parent / "collectives"))
 from cases import CASES, Case, Maker, all_gather_into_tensor, all_reduce
 
 
-def play(baton: Baton, names: list[str], kernels: dict[str, Kernel] | None, arenas: bool) -> None:
+def run_rank(
+    scheduler: KernelScheduler, names: list[str], kernels: dict[str, Kernel] | None, arenas: bool
+) -> None:
     """A program of operations, the same on every rank; each on memory of its own choice."""
     rank, size = dist.get_rank(), dist.get_world_size()
     engine = dist.group.WORLD.communicator.engine
@@ -38,7 +40,7 @@ def play(baton: Baton, names: list[str], kernels: dict[str, Kernel] | None, aren
     lengths = (1, 8, whole - 9, 3 * whole + 70, 5 * whole + whole // 2, 6 * whole + whole // 2)
     dice = random.Random(",".join(names))
     try:
-        baton.conduct(engine, kernels)
+        scheduler.attach(engine, kernels)
         for salt, name in enumerate(names):
             case = next(case for case in CASES if case.__name__ == name)
             in_arena = arenas and (rank + dice.randrange(3)) % 3 > 0
@@ -47,7 +49,7 @@ def play(baton: Baton, names: list[str], kernels: dict[str, Kernel] | None, aren
             case(make, rank, size, length)
             make.check_guards(f"{name} of {length}")
     finally:
-        baton.leave(rank)
+        scheduler.leave(rank)
 
 
 def program(seed: int, cases: tuple[Case, ...], length: int) -> list[str]:
@@ -58,20 +60,20 @@ def program(seed: int, cases: tuple[Case, ...], length: int) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(8))
 def test_results_are_right_in_whatever_order_the_ranks_come(seed: int, size: int) -> None:
-    baton = Baton(size, seed)
-    run("threads", size, play, baton, program(seed, CASES, 25), None, seed % 2 == 1)
-    assert baton.calls > 25 * size  # some kernels had to be called more than once
+    scheduler = KernelScheduler(size, seed)
+    run("threads", size, run_rank, scheduler, program(seed, CASES, 25), None, seed % 2 == 1)
+    assert scheduler.calls > 25 * size  # some kernels had to be called more than once
 
 
 def fails(size: int, cases: tuple[Case, ...], kernels: dict[str, Kernel], tries: int) -> bool:
     """Return whether a wrong result is seen within so many programs."""
     for seed in range(tries):
-        baton = Baton(size, seed)
-        ended = outcomes("threads", size, play, baton, program(seed, cases, 12), kernels, False)
+        scheduler = KernelScheduler(size, seed)
+        ended = outcomes("threads", size, run_rank, scheduler, program(seed, cases, 12), kernels, False)
         errors = [outcome.error for outcome in ended if outcome.error is not None]
         if any(isinstance(error, AssertionError) for error in errors):
             return True
-        assert all(isinstance(error, Stuck) for error in errors), errors
+        assert all(isinstance(error, Deadlock) for error in errors), errors
     return False
 
 

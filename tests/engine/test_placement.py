@@ -30,7 +30,7 @@ class Rank:
             (at.CONTROL, self.control.ctypes.data),
             (at.CORES, len(CORES)),
             (at.MASKS, self.masks.ctypes.data),
-            (at.NEXT_LOOK, placement.LOOK_EVERY),
+            (at.NEXT_REBALANCE, placement.REBALANCE_EVERY),
         ):
             self.words[offset // 8] = value
 
@@ -41,17 +41,17 @@ class Rank:
     def core(self) -> int:
         return int(self.control[self.rank, at.CORE // 8]) - 1
 
-    def word(self, offset: int) -> int:
+    def load_word(self, offset: int) -> int:
         return int(self.words[offset // 8])
 
-    def look_around(self) -> None:
-        placement.look_around(self.words.ctypes.data)
+    def rebalance(self) -> None:
+        placement.rebalance(self.words.ctypes.data)
 
 
 def current_core(rank: Rank) -> int:
     """The core of this thread, as the kernel sees it."""
     rank.see([-1] * len(rank.control))
-    rank.look_around()
+    rank.rebalance()
     return rank.core
 
 
@@ -59,10 +59,10 @@ def looks_with_all_on_its_core(rank: Rank) -> int:
     """Let the rank look while all seem to be where it is; that core. (The system may move it in between.)"""
     for _ in range(1000):
         core = current_core(rank)
-        rank.words[at.NEXT_LOOK // 8] = placement.LOOK_EVERY
+        rank.words[at.NEXT_REBALANCE // 8] = placement.REBALANCE_EVERY
         rank.see([core] * len(rank.control))
-        rank.look_around()
-        if rank.core != core or rank.word(at.NEXT_LOOK) == placement.LOOK_EVERY:
+        rank.rebalance()
+        if rank.core != core or rank.load_word(at.NEXT_REBALANCE) == placement.REBALANCE_EVERY:
             return core
     raise AssertionError("the system kept moving this thread")
 
@@ -78,10 +78,16 @@ def test_the_last_rank_on_a_crowded_core_moves_to_an_empty_one_and_stays_free() 
 def test_moves_become_rarer_until_nobody_is_crowded() -> None:
     rank = Rank(rank=3, size=4)
     looks_with_all_on_its_core(rank)
-    assert rank.word(at.NEXT_LOOK) == rank.word(at.UNTIL_LOOK) == 2 * placement.LOOK_EVERY
+    assert (
+        rank.load_word(at.NEXT_REBALANCE)
+        == rank.load_word(at.UNTIL_REBALANCE)
+        == 2 * placement.REBALANCE_EVERY
+    )
     rank.see([-1] * 4)
-    rank.look_around()
-    assert rank.word(at.NEXT_LOOK) == rank.word(at.UNTIL_LOOK) == placement.LOOK_EVERY
+    rank.rebalance()
+    assert (
+        rank.load_word(at.NEXT_REBALANCE) == rank.load_word(at.UNTIL_REBALANCE) == placement.REBALANCE_EVERY
+    )
 
 
 def test_only_the_last_rank_on_a_core_moves() -> None:
@@ -98,20 +104,20 @@ def test_a_core_with_its_fair_share_is_not_left() -> None:
         rank.see([core, *others, *others, core])
         rank.see([*others, *others, core, core][: 2 * len(CORES)])
         rank.control[3, at.CORE // 8] = core + 1
-        rank.look_around()
+        rank.rebalance()
         if placement.ranks_on(rank.words.ctypes.data, core) <= 2:
             break
-    assert rank.word(at.NEXT_LOOK) == placement.LOOK_EVERY
+    assert rank.load_word(at.NEXT_REBALANCE) == placement.REBALANCE_EVERY
     assert sorted(os.sched_getaffinity(0)) == CORES
 
 
-def test_a_wait_looks_around_once_in_a_while_only() -> None:
+def test_a_wait_rebalances_once_in_a_while_only() -> None:
     rank = Rank(rank=0, size=2)
     context = rank.words.ctypes.data
-    placement.settle(context)
+    placement.rebalance_sometimes(context)
     rank.see([-1, -1])
-    for _ in range(placement.LOOK_EVERY):
-        placement.settle(context)
+    for _ in range(placement.REBALANCE_EVERY):
+        placement.rebalance_sometimes(context)
         assert rank.core == -1
-    placement.settle(context)
+    placement.rebalance_sometimes(context)
     assert rank.core in CORES

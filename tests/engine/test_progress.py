@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +37,12 @@ class Queue:
         self.thread = ProgressThread("test", grace=grace)
         self.aborted: list[str] = []
         engine: Any = SimpleNamespace(
-            rank=0, abort=self.aborted.append, is_aborted=False, sequence_number=lambda: 0, state=None
+            rank=0,
+            abort=self.aborted.append,
+            is_aborted=False,
+            sequence_number=lambda: 0,
+            state=None,
+            context=None,
         )
         self._queue = OperationQueue(engine, "test")
 
@@ -241,3 +247,22 @@ def be_interrupted_in_the_general_way() -> None:
 def test_no_interrupt_of_an_operation_releases_a_lock_that_another_thread_has() -> None:
     """It comes at every point of it at which one can."""
     run("threads", 1, be_interrupted_in_the_general_way)
+
+
+def test_how_many_operations_are_queued_and_not_begun_is_told() -> None:
+    """For readers outside of the job: the one that runs is not among them."""
+    depth, runs, go_on = np.zeros(1, dtype=np.int64), threading.Event(), threading.Event()
+    with queue(0.0) as it:
+        it.thread._depth = depth
+
+        def block() -> None:
+            runs.set()
+            assert go_on.wait(SOON)
+
+        works = [it.call(block)]
+        assert runs.wait(SOON)
+        works += [it.call() for _ in range(2)]
+        assert depth[0] == 2
+        go_on.set()
+        assert all(work.wait(SOON) for work in works)
+    assert depth[0] == 0

@@ -133,7 +133,7 @@ def all_gather_in_place(engine: LocalEngine, turn: int) -> bool:
     return all(torch.equal(output, values(rank, turn, CHUNKED)) for rank, output in enumerate(outputs))
 
 
-def early_broadcast(engine: LocalEngine, turn: int, length: int = DIRECT) -> bool:
+def eager_broadcast(engine: LocalEngine, turn: int, length: int = DIRECT) -> bool:
     """Rank 0 does not wait for the others, which are the slower as they read."""
     tensor = values(0, turn, length) if engine.rank == 0 else torch.zeros(length, dtype=torch.int64)
     engine.collective(engine.plan(BROADCAST, torch.int64, None, 0), [tensor], [tensor], SECONDS)
@@ -142,10 +142,10 @@ def early_broadcast(engine: LocalEngine, turn: int, length: int = DIRECT) -> boo
 
 def inline_broadcast(engine: LocalEngine, turn: int) -> bool:
     """Return what is broadcast lies beside the flag."""
-    return early_broadcast(engine, turn, 4)
+    return eager_broadcast(engine, turn, 4)
 
 
-def early_reduce(engine: LocalEngine, turn: int, length: int = DIRECT) -> bool:
+def eager_reduce(engine: LocalEngine, turn: int, length: int = DIRECT) -> bool:
     """All others do not wait for rank 0, which pauses before it reads."""
     tensor = values(engine.rank, turn, length)
     engine.collective(engine.plan(REDUCE, torch.int64, ReduceOp.SUM, 0), [tensor], [tensor], SECONDS)
@@ -186,9 +186,9 @@ TURNS = (
     short_all_gather,
     all_gather,
     all_gather_in_place,
-    early_broadcast,
+    eager_broadcast,
     inline_broadcast,
-    early_reduce,
+    eager_reduce,
     inline_all_reduce,
     exchange,
     reduce_scatter,
@@ -236,7 +236,7 @@ def check(turn: Turn, rule: Rule) -> None:
         chunked_all_reduce,
         direct_all_reduce_iovec,
         short_all_gather,
-        early_broadcast,
+        eager_broadcast,
         exchange,
         reduce_scatter,
     ],
@@ -275,13 +275,13 @@ def test_the_next_operation_does_not_write_where_peers_still_read_of_this_one(tu
 def slow_readers(engine: LocalEngine, turn: int) -> bool:
     """Rank 0 gets ahead as far as it is let."""
     time.sleep(0.0005 * (engine.rank > 0))
-    return early_broadcast(engine, turn)
+    return eager_broadcast(engine, turn)
 
 
 def slow_root(engine: LocalEngine, turn: int) -> bool:
     """All but rank 0 do."""
     time.sleep(0.0005 * (engine.rank == 0))
-    return early_reduce(engine, turn)
+    return eager_reduce(engine, turn)
 
 
 @pytest.mark.parametrize("turn", [slow_readers, slow_root])
@@ -326,7 +326,7 @@ def false_mismatches(barrier: Kernel) -> int:
         while (code := barrier(plan.ctypes.data, turn)) == at.PENDING:
             pass
         assert code in (at.DONE, at.MISMATCH)
-        context.set_word(at.RESUME, 0)
+        context.store_word(at.RESUME, 0)
         found += code == at.MISMATCH
     return found
 

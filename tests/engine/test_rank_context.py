@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -14,16 +15,22 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import _pytest
+import pluggy
 import pytest
 
 from torchestra.engine import layout as at
-from torchestra.engine.failure.hang_report import hang_report
+from torchestra.engine.diagnosis.program import describe_programs
+from torchestra.engine.failure import liveness
+from torchestra.engine.failure.hang_report import host_report
 from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
 from torchestra.engine.failure.mismatches import call_of, tell_call
 from torchestra.engine.failure.stack_reporter import StackReporter
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.selection import SpinPolicy
+from torchestra.engine.membership import rank_context
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.recorder import callsites
@@ -71,8 +78,9 @@ def test_a_long_reason_is_cut(contexts: tuple[RankContext, RankContext], letter:
 
 
 def test_if_a_rank_dies_before_it_says_why_another_says_what_it_saw(
-    contexts: tuple[RankContext, RankContext],
+    contexts: tuple[RankContext, RankContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rank_context, "_CLAIM_SECONDS", 0.2)
     zero, _ = contexts
     assert (
         shared_words.compare_exchange(zero.arena.address + at.HEADER_ABORT_CLAIM, 0, 1) == 0
@@ -86,10 +94,11 @@ def test_if_a_rank_dies_before_it_says_why_another_says_what_it_saw(
 
 
 def test_a_rank_that_dies_while_it_writes_why_does_not_stop_the_others(
-    contexts: tuple[RankContext, RankContext],
+    contexts: tuple[RankContext, RankContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rank_context, "_CLAIM_SECONDS", 0.2)
     zero, one = contexts
-    zero.arena.set_word(at.HEADER_ABORT_CLAIM, at.ABORT_WRITTEN)  # and no more comes
+    zero.arena.store_word(at.HEADER_ABORT_CLAIM, at.ABORT_WRITTEN)  # and no more comes
     zero.abort("what rank 0 saw", failed=(1,))
     assert "what rank 0 saw" in str(zero.aborted())
     assert isinstance(one.aborted(), GroupAbortedError)
@@ -97,13 +106,14 @@ def test_a_rank_that_dies_while_it_writes_why_does_not_stop_the_others(
 
 
 def test_a_rank_that_explains_for_too_long_says_in_the_end_what_the_others_have_said(
-    contexts: tuple[RankContext, RankContext],
+    contexts: tuple[RankContext, RankContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks other hosts, say, or its process hardly gets the processor."""
+    monkeypatch.setattr(rank_context, "_CLAIM_SECONDS", 0.2)
     zero, one = contexts
     told: list[str] = []
-    zero.when_aborted = lambda why, failed, standing: told.append(why)
-    one.when_aborted = lambda why, failed, standing: told.append(why)
+    zero.when_aborted = lambda why, failed, report: told.append(why)
+    one.when_aborted = lambda why, failed, report: told.append(why)
     asked, other_is_done = threading.Event(), threading.Event()
 
     def explain() -> str:
@@ -175,7 +185,7 @@ def test_an_arena_of_other_dimensions_is_refused() -> None:
             Arena.attach(descriptor, at.Layout(3, 4096, 4096, 0, 4096))
         with pytest.raises(DistBackendError, match=r"in word \d+ of its header, expected \d+: do all ranks"):
             Arena.attach(descriptor, at.Layout(2, 0, 12288, 0, 4096))
-        assert Arena.attach(descriptor, layout).word(at.HEADER_MAGIC) == at.MAGIC
+        assert Arena.attach(descriptor, layout).load_word(at.HEADER_MAGIC) == at.MAGIC
     finally:
         os.close(descriptor)
 
@@ -200,7 +210,7 @@ def child(arena: Arena, rank: int, *, leaves: bool = False) -> int:
             os._exit(0)
     wanted = at.LEFT if leaves else at.PRESENT
     deadline = time.monotonic() + SOON
-    while arena.word(arena.control(rank) + at.STATE) != wanted or arena.is_held(rank) == leaves:
+    while arena.load_word(arena.control(rank) + at.STATE) != wanted or arena.is_held(rank) == leaves:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return pid
@@ -213,14 +223,6 @@ def peers_of(arena: Arena) -> Iterator[PeerProcesses]:
         yield peers
     finally:
         peers.close()
-
-
-def dead_soon(peers: PeerProcesses, expected: tuple[int, ...]) -> bool:
-    """Return whether they are found dead: a look may be put off after one that took long."""
-    deadline = time.monotonic() + SOON
-    while peers.dead() != expected and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return peers.dead() == expected
 
 
 def arena_for(size: int) -> Arena:
@@ -236,13 +238,28 @@ def test_a_process_that_ends_is_seen_whoever_reaps_it() -> None:
         assert peers.dead() == ()
         os.kill(pids[0], signal.SIGKILL)
         os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)  # not reaped yet
-        assert dead_soon(peers, (1,))
-        assert peers.how(1) == "killed by SIGKILL"
+        assert peers.dead(now=True) == (1,)
+        assert peers.end_reason(1) == "killed by SIGKILL"
         os.waitpid(pids[0], 0)
         os.kill(pids[1], signal.SIGTERM)
         os.waitpid(pids[1], 0)
-        assert dead_soon(peers, (1, 2))
-        assert peers.dead() == (1, 2)
+        assert peers.dead(now=True) == (1, 2)
+
+
+def test_who_must_know_does_not_rely_on_an_earlier_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that took long puts the next one off; shrink() asks at once, to name who has died."""
+    arena = arena_for(2)
+    pid = child(arena, 1)
+    with peers_of(arena) as peers:
+        with monkeypatch.context() as patch:
+            slow = itertools.count(time.monotonic(), 1000)
+            patch.setattr(liveness, "time", SimpleNamespace(monotonic=slow.__next__))
+            assert peers.dead() == ()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert peers.dead() == (), "put off"
+        assert peers.dead(now=True) == (1,)
+        assert peers.dead() == (1,)
 
 
 def test_a_process_that_has_left_lives_until_it_ends() -> None:
@@ -254,21 +271,21 @@ def test_a_process_that_has_left_lives_until_it_ends() -> None:
         with peers_of(arena) as peers:
             assert peers.dead() == ()
         started = arena.control(1) + at.STARTED
-        arena.set_word(started, arena.word(started) - 1)
+        arena.store_word(started, arena.load_word(started) - 1)
         with peers_of(arena) as peers:
-            assert dead_soon(peers, (1,))
-        arena.set_word(started, arena.word(started) + 1)
+            assert peers.dead(now=True) == (1,)
+        arena.store_word(started, arena.load_word(started) + 1)
         with peers_of(arena) as peers:
             assert peers.dead() == ()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            assert dead_soon(peers, (1,))
+            assert peers.dead(now=True) == (1,)
     finally:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     del arena, peers
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_process_has_one_pidfd_in_however_many_groups_it_is() -> None:
@@ -277,13 +294,13 @@ def test_a_process_has_one_pidfd_in_however_many_groups_it_is() -> None:
     word = arenas[0].control(1)
     for arena in arenas[1:]:
         for offset in (at.PROCESS, at.STARTED, at.PID_NAMESPACE, at.STATE):
-            arena.set_word(word + offset, arenas[0].word(word + offset))
+            arena.store_word(word + offset, arenas[0].load_word(word + offset))
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
         for arena in arenas:
             stack.enter_context(peers_of(arena)).dead()
         assert len(os.listdir("/proc/self/fd")) <= before + 1
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # others may be closed meanwhile
     os.kill(pids[0], signal.SIGKILL)
     os.waitpid(pids[0], 0)
 
@@ -313,9 +330,12 @@ def test_a_thread_that_ends_is_seen_and_one_that_lives_is_found() -> None:
     peers = PeerThreads({0: threading.current_thread(), 1: ended, 2: alive}, own=0)
     try:
         assert peers.dead() == (1,)
-        assert peers.site(1) == "has ended"
-        assert peers.site(2).startswith("is at ")
-        assert peers.site(3) == "has not come"
+        assert peers.are_threads
+        assert [peers.thread(rank) for rank in (1, 2, 3)] == [ended, alive, None]
+        unborn = threading.Thread()
+        locations = [each.location for each in describe_programs([ended, alive, unborn])]
+        assert (locations[0], locations[2]) == ("has ended", "has not come")
+        assert locations[1].startswith("is at ")
     finally:
         gate.set()
         alive.join()
@@ -342,14 +362,19 @@ def test_the_call_site_is_the_line_of_the_program() -> None:
         ("{package}/collectives.py", False),
         ("{package}_examples/train.py", True),
         ("{stdlib}/threading.py", False),
+        ("{stdlib}/concurrent/futures/thread.py", False),
         ("<frozen runpy>", False),
+        ("{pytest}/python.py", False),
+        ("{pytest}_examples/train.py", True),
+        ("{pluggy}/_execution.py", False),
         ("/somewhere/train.py", True),
         ("<stdin>", True),
     ],
 )
 def test_lines_of_torchestra_and_of_libraries_are_passed_over(path: str, is_the_programs: bool) -> None:
     package, stdlib = Path(callsites.__file__).parents[2], Path(types.__file__).parent
-    place = path.format(package=package, stdlib=stdlib)
+    runners = {"pytest": Path(_pytest.__file__).parent, "pluggy": Path(pluggy.__file__).parent}
+    place = path.format(package=package, stdlib=stdlib, **runners)
     found = call_from(place, call_site)
     assert found.startswith(f"{place}:2 in calling" if is_the_programs else f"{__file__}:")
 
@@ -379,8 +404,8 @@ def test_what_a_rank_called_and_where_its_program_is_do_not_overwrite_each_other
     tell_call(zero.arena, 0, "all_reduce(SUM) of 3 elements")
     watcher = StackReporter(zero.arena, 0, "pair", threading.current_thread(), lambda: zero.closed)
     watcher.start()
-    lines = hang_report(one.arena, None, [0], (), (1, "elsewhere"))
-    assert f"is at {__file__}" in lines
+    zero.arena.store_word(zero.arena.control(0) + at.STATE, at.PRESENT)
+    assert f"is at {__file__}" in host_report(one, [0], [0], (), "elsewhere").lines
     assert call_of(one.arena, 0) == "all_reduce(SUM) of 3 elements"
     zero.leave()
     watcher.join(SOON)

@@ -206,7 +206,7 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
         engine, call, arguments, *_ = calls[rank]
         codes.append(call(*arguments))
         if len(codes) == 2:
-            assert engine.context.word(at.RESUME) == SHARED_PATH
+            assert engine.context.load_word(at.RESUME) == SHARED_PATH
         if len(codes) == 3:
             engine.context.abort("rank 0 goes on otherwise")
     assert codes == [at.PENDING, at.PENDING, at.DONE, at.ABORTED]

@@ -17,7 +17,7 @@ import pytest
 from interrupts import interrupted_at
 from torchestra.engine.membership import shrinking
 from torchestra.engine.p2p import endpoint
-from torchestra.engine.p2p.endpoint import Endpoint, _OutgoingMessage, _SendQueue
+from torchestra.engine.p2p.endpoint import Endpoint, _SendQueue
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc import leader_followers as pool_file
 from torchestra.rpc.leader_followers import LeaderFollowersPool
@@ -94,17 +94,19 @@ def test_of_shrinking_a_group(taken: bool) -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_of_sending_to_a_worker(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    office, box, sent = Endpoint.__new__(Endpoint), _SendQueue(), []
-    office._send_queues = [box]
-    monkeypatch.setattr(Endpoint, "_push", lambda _, peer, box, parcel: sent.append(parcel.tag))
+    worker, queue, sent = Endpoint.__new__(Endpoint), _SendQueue(), []
+    worker._send_queues = [queue]
+    monkeypatch.setattr(Endpoint, "_push", lambda _, peer, queue, message: sent.append(message[1]))
     numbers = itertools.count()
-    interrupt_everywhere(lambda: office.send(0, 1, next(numbers), ()), [box.lock], [endpoint.__file__], taken)
-    set_holder(box.lock, None)
-    box.messages.append(_OutgoingMessage(1, next(numbers), (), None))
-    office.send_leftovers()
+    interrupt_everywhere(
+        lambda: worker.send(0, 1, next(numbers), ()), [queue.lock], [endpoint.__file__], taken
+    )
+    set_holder(queue.lock, None)
+    queue.messages.append((1, next(numbers), (), None))
+    worker.send_leftovers()
     assert sent == sorted(sent)
     assert sent[-1] == next(numbers) - 1
-    assert not box.messages
+    assert not queue.messages
 
 
 class SilentEndpoint:

@@ -28,9 +28,9 @@ MEASURED = Choices(direct=4096, chunk=8192, share=16384, stream_above=1 << 20)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache directory that is empty, and nothing remembered of another."""
-    place = Directory(tmp_path, "a test")
-    monkeypatch.setattr(tuned_thresholds, "candidates", lambda: iter([place]))
-    monkeypatch.setattr(tuned_thresholds, "choose", lambda: (place, []))
+    directory = Directory(tmp_path, "a test")
+    monkeypatch.setattr(tuned_thresholds, "candidates", lambda: iter([directory]))
+    monkeypatch.setattr(tuned_thresholds, "choose", lambda: (directory, []))
     table = tuned_thresholds.table
     table.cache_clear()
     yield tmp_path
@@ -57,8 +57,8 @@ def of(numbers: dict[str, Any]) -> str:
         (lambda path: path.write_text(""), "is ignored: Expecting value"),
         (lambda path: path.write_text("[1]"), "it has no table"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "can't decode"),
-        (lambda path: path.write_text(of({"chunk": "8192"})), "other things than whole numbers"),
-        (lambda path: path.write_text(of({"chunk": True})), "other things than whole numbers"),
+        (lambda path: path.write_text(of({"chunk": "8192"})), "not a whole number"),
+        (lambda path: path.write_text(of({"chunk": True})), "not a whole number"),
         (lambda path: path.write_text(of({"speed": 1})), "and nothing else"),
         (
             lambda path: path.write_text(of({"chunk": 1 << 40})),

@@ -39,12 +39,12 @@ class Waits(NamedTuple):
     pending: int
 
 
-def sleepy_engine(patience: float) -> LocalEngine:
-    """The engine of this rank, which neither spins nor yields, and sleeps up to so many seconds at a time."""
+def sleepy_engine(poll_interval_s: float) -> LocalEngine:
+    """The engine of this rank, which neither spins nor yields, and sleeps for one poll interval at a time."""
     engine = dist.group.WORLD.communicator.engine
-    engine.context.set_word(at.SPINS, 0)
-    engine.context.set_word(at.YIELDS, 0)
-    engine.context._poll_interval[:] = [int(patience), int(patience % 1 * 1e9)]
+    engine.context.store_word(at.SPINS, 0)
+    engine.context.store_word(at.YIELDS, 0)
+    engine.context._poll_interval[:] = [int(poll_interval_s), int(poll_interval_s % 1 * 1e9)]
     return engine
 
 
@@ -62,12 +62,12 @@ def count_pending(engine: LocalEngine, attribute: str) -> list[int]:
     return pending
 
 
-def sleep_and_wake(patience: float, rounds: int, gate: threading.Barrier | None) -> Waits:
+def sleep_and_wake(poll_interval_s: float, rounds: int, gate: threading.Barrier | None) -> Waits:
     """Barriers, small all_reduces, and all_reduces of six steps.
 
     The gate keeps ranks from beginning the next operation, which would also wake whoever still sleeps.
     """
-    engine = sleepy_engine(patience)
+    engine = sleepy_engine(poll_interval_s)
     engine.choices = Choices(direct=1024, chunk=1024, share=1024)
     counts = [count_pending(engine, attribute) for attribute in ("barrier", "all_reduce")]
     small, chunked = torch.zeros(8), torch.zeros(5 * 256)
@@ -89,17 +89,17 @@ def sleep_and_wake(patience: float, rounds: int, gate: threading.Barrier | None)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_wake_up_is_lost(kind: str, size: int) -> None:
-    """waiting.py: "No wake-up is lost". A sleeper that nobody wakes would sleep as long as its patience
-    lasts, so no operation may take that long; and it is rare that Python has to look around."""
+    """waiting.py: "No wake-up is lost". A sleeper that nobody wakes would sleep for a whole
+    poll interval, so no operation may take that long; and it is rare that Python has to look around."""
     gate = threading.Barrier(size) if kind == "threads" else None
     for waits in run(kind, size, sleep_and_wake, POLL_INTERVAL, ROUNDS, gate, limit=50):
         assert waits.longest < POLL_INTERVAL
         assert waits.pending < 3 * ROUNDS / 100
 
 
-def longest_barrier(barrier: Kernel, patience: float, rounds: int, gate: threading.Barrier) -> float:
+def longest_barrier(barrier: Kernel, poll_interval_s: float, rounds: int, gate: threading.Barrier) -> float:
     """In seconds."""
-    engine = sleepy_engine(patience)
+    engine = sleepy_engine(poll_interval_s)
     engine.kernels.barrier = barrier
     longest = 0.0
     for _ in range(rounds):
@@ -129,7 +129,7 @@ def counted_sleepers(rounds: int) -> tuple[Arena, int]:
 def test_a_rank_that_has_woken_is_not_counted_as_a_sleeper_any_more() -> None:
     """Else every later step would cost a system call."""
     arena, size = run("threads", 3, counted_sleepers, 100)[0]
-    assert [arena.word(arena.control(rank) + at.WAITERS) for rank in range(size)] == [0] * size
+    assert [arena.load_word(arena.control(rank) + at.WAITERS) for rank in range(size)] == [0] * size
 
 
 def cost_of_waiting(asynchronous: bool) -> float:
@@ -140,13 +140,13 @@ def cost_of_waiting(asynchronous: bool) -> float:
         dist.all_reduce(torch.zeros(1))
         return 0.0
     context = dist.group.WORLD.communicator.engine.context
-    context.set_word(at.SPINS, 100)
-    context.set_word(at.YIELDS, 1000)
+    context.store_word(at.SPINS, 100)
+    context.store_word(at.YIELDS, 1000)
     shares = []
 
     def measure() -> None:
         # From then on the wait is meant to cost nothing.
-        while context.word(at.SPINS) or context.word(at.YIELDS):
+        while context.load_word(at.SPINS) or context.load_word(at.YIELDS):
             time.sleep(0.01)
         started, before = time.monotonic(), time.process_time()
         time.sleep(1.5)
@@ -160,7 +160,7 @@ def cost_of_waiting(asynchronous: bool) -> float:
     else:
         dist.all_reduce(torch.zeros(1))
     observer.join()
-    assert (context.word(at.SPINS), context.word(at.YIELDS)) == (100, 1000)
+    assert (context.load_word(at.SPINS), context.load_word(at.YIELDS)) == (100, 1000)
     return shares[0]
 
 

@@ -250,9 +250,9 @@ def count_operations() -> None:
     member = dist.group.WORLD.communicator.engine.context
 
     def taken(call: Any, *arguments: Any) -> int:
-        before = member.word(at.SEQUENCE)
+        before = member.load_word(at.SEQUENCE)
         call(*arguments)
-        return member.word(at.SEQUENCE) - before
+        return member.load_word(at.SEQUENCE) - before
 
     rank, size = dist.get_rank(), dist.get_world_size()
     small = {"step": 3, "loss": 0.5, "names": ["a"] * 10, "tensor": torch.ones(10)}

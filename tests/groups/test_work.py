@@ -15,7 +15,7 @@ import torch
 
 import torchestra as dist
 from torchestra.communicator.work import Work
-from torchestra.engine.progress import ProgressThread, let_tasks_end
+from torchestra.engine.progress import ProgressThread, await_running_tasks
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 from worlds import KINDS, run
 
@@ -143,9 +143,9 @@ class Doing:
         self.ran = False
         self._do = do
 
-    def __call__(self, let_go: Callable[[], None]) -> None:
+    def __call__(self, dequeue: Callable[[], None]) -> None:
         self.ran = True
-        self._do(let_go)
+        self._do(dequeue)
 
     def is_bound(self) -> bool:
         return False
@@ -156,7 +156,7 @@ def test_a_task_is_no_longer_pending_when_its_work_is_seen_to_be_done() -> None:
     thread = ProgressThread("test", grace=0)
     for _ in range(300):
         work = Work("test")
-        thread.submit(Doing(lambda let_go, work=work: work.finish([], let_go=let_go)))
+        thread.submit(Doing(lambda dequeue, work=work: work.finish([], dequeue=dequeue)))
         work.wait()
         assert thread.pending == 0
     thread.close(SOON)
@@ -169,11 +169,11 @@ def test_a_task_is_pending_while_callbacks_of_its_work_run() -> None:
         work = Work("test")
         work.get_future().add_done_callback(lambda _: seen.append(thread.pending))
 
-        def end(let_go, work=work, fail=fail):
+        def end(dequeue, work=work, fail=fail):
             if fail:
-                work.fail(ValueError("on purpose"), let_go)
+                work.fail(ValueError("on purpose"), dequeue)
             else:
-                work.finish([], let_go=let_go)
+                work.finish([], dequeue=dequeue)
 
         thread.submit(Doing(end))
     thread.close(SOON)
@@ -186,21 +186,21 @@ def test_at_exit_tasks_may_end_but_not_hang() -> None:
     hanging, quick = ProgressThread("hanging"), ProgressThread("quick")
     gate, ended = threading.Event(), []
 
-    def hang(let_go: Callable[[], None]) -> None:
+    def hang(dequeue: Callable[[], None]) -> None:
         gate.wait(SOON)
-        let_go()
+        dequeue()
 
-    def end(let_go: Callable[[], None]) -> None:
+    def end(dequeue: Callable[[], None]) -> None:
         ended.append(True)
-        let_go()
+        dequeue()
 
     hanging.submit(Doing(hang))
     for _ in range(100):
         quick.submit(Doing(end))
-    let_tasks_end(0.05)
+    await_running_tasks(0.05)
     assert hanging.pending
     gate.set()
-    let_tasks_end(SOON)
+    await_running_tasks(SOON)
     assert (hanging.pending, quick.pending, len(ended)) == (0, 0, 100)
     hanging.close(SOON)
     quick.close(SOON)

@@ -6,8 +6,10 @@ named in :data:`NOT_CALLED`, with the reason) before the tests pass.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
+import socket
 import tempfile
 import typing
 from collections.abc import Callable, Iterator
@@ -19,6 +21,20 @@ import torch
 import torchestra as dist
 from torchestra import functional, rpc
 from torchestra.rpc import RRef
+from torchestra.store import StoreReplica
+
+
+@functools.cache
+def _replica() -> tuple[StoreReplica, str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    return StoreReplica(0, [address], listen_fd=listener.detach()), address
+
+
+def replica_address() -> str:
+    """Return where a store of one replica is served, which this process keeps."""
+    return _replica()[1]
+
 
 NOT_CALLED = {
     "ProcessGroup.become": "the group's makers call it",
@@ -123,6 +139,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "new_subgroups": lambda: {"group_size": 1},
     "new_subgroups_by_enumeration": lambda: {"ranks_per_subgroup_list": [[0], [1]]},
     "ones": lambda: {"size": 2},
+    "record_comm": lambda: {"name": "a layer"},
     "recv": lambda: {"tensor": t(), "src": other()},
     "recv_object_list": lambda: {"object_list": [None], "src": other()},
     "reduce": lambda: {"tensor": t(), "dst": 0},
@@ -176,6 +193,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "ProcessGroup.monitored_barrier": dict,
     "ProcessGroup.scan": lambda: {"tensors": [t()]},
+    "ProcessGroup.split_group": lambda: {"ranks": [dist.get_rank()]},
     "ProcessGroup.recv": lambda: {"tensors": [t()], "srcRank": other()},
     "ProcessGroup.recv_anysource": lambda: {"tensors": [t()]},
     "ProcessGroup.reduce": lambda: {"tensors": [t()], "root": 0},
@@ -279,6 +297,7 @@ for _name in (
 RIGHT_BUT_NOT_RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "abort_process_group": dict,
     "destroy_process_group": dict,
+    "join": lambda: {"store": dist.HashStore(), "timeout": 0.2},
     "shrink_group": lambda: {"ranks_to_exclude": [other()]},
     "init_process_group": lambda: {
         "store": dist.HashStore(),
@@ -286,13 +305,18 @@ RIGHT_BUT_NOT_RUN: dict[str, Callable[[], dict[str, Any]]] = {
         "world_size": 2,
         "timeout": 0.2,
     },
+    "breakpoint": dict,
     "launch": lambda: {"fn": nothing, "nproc": 1, "kind": "threads"},
     "ProcessGroup": lambda: {"store": dist.HashStore(), "rank": dist.get_rank(), "size": 2, "timeout": 0.2},
+    "ProcessGroup.grow": dict,
+    "ProcessGroup.merge_remote_group": lambda: {"store": dist.HashStore(), "size": 2, "timeout": 0.2},
+    "ProcessGroup.reconfigure": lambda: {"uuid": 1, "handles": [], "timeout": 0.2},
     "ProcessGroup.shrink": dict,
     "ProcessGroup.shrink_when_idle": lambda: {"exclude": [other()]},
     "FlightRecord.save": lambda: {"path": os.path.join(tempfile.gettempdir(), f"flight-{os.getpid()}.json")},
     "FileStore": lambda: {"file_name": os.path.join(tempfile.gettempdir(), f"wrong-{os.getpid()}")},
     "PrefixStore": lambda: {"prefix": "p", "store": dist.HashStore()},
+    "ReplicatedStore": lambda: {"addresses": [replica_address()], "timeout": 0.2},
     "TCPStore": lambda: {"host_name": "127.0.0.1", "port": 0, "is_master": True, "timeout": 0.2},
     "rpc.init_rpc": lambda: {"name": "again", "rank": 0, "world_size": 2},
     "rpc.shutdown": dict,
@@ -305,7 +329,7 @@ MESSAGES = frozenset(
         *("ProcessGroup.recv", "ProcessGroup.recv_anysource", "ProcessGroup.send"),
         *(
             f"{store}.{method}"
-            for store in ("HashStore", "FileStore", "PrefixStore", "TCPStore")
+            for store in ("HashStore", "FileStore", "PrefixStore", "ReplicatedStore", "TCPStore")
             for method in ("delete_key", "queue_pop")
         ),
     }

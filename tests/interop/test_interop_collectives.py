@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions, _coalescing_manager
+from torch.distributed.distributed_c10d import AllreduceOptions, GatherOptions, _coalescing_manager
 from torch_worlds import run
 
 from torchestra.interop.torch_distributed import TorchestraGroup, inner_group, monitored_barrier
@@ -52,12 +52,23 @@ def reduce_everything(async_op: bool) -> None:
         assert torch.equal(tensor, (total(size) if rank == size - 1 else of(rank)).to(dtype)), dtype
 
         output = torch.empty(3, dtype=dtype)
-        done(dist.reduce_scatter_single(output, of(rank, 3 * size).to(dtype), async_op=async_op), async_op)
+        done(dist.reduce_scatter_tensor(output, of(rank, 3 * size).to(dtype), async_op=async_op), async_op)
         assert torch.equal(output, total(size, 3 * size).to(dtype).chunk(size)[rank]), dtype
 
         pieces = list(of(rank, 3 * size).to(dtype).chunk(size))
         done(dist.reduce_scatter(output.zero_(), pieces, async_op=async_op), async_op)
         assert torch.equal(output, total(size, 3 * size).to(dtype).chunk(size)[rank]), dtype
+
+
+def gather_single(tensor: torch.Tensor, output: torch.Tensor | None, async_op: bool) -> Any:
+    """Gather into one tensor of rank 1, by torch's function if it has one (2.15), else by the method."""
+    if hasattr(dist, "gather_single"):
+        return dist.gather_single(tensor, output, dst=1, async_op=async_op)
+    options = GatherOptions()
+    options.rootRank, options.asyncOp = 1, async_op
+    group: Any = dist.group.WORLD
+    work = group.gather_single(tensor.new_empty(0) if output is None else output, tensor, options)
+    return work if async_op else None
 
 
 def move_everything(async_op: bool) -> None:
@@ -75,13 +86,17 @@ def move_everything(async_op: bool) -> None:
         assert torch.equal(torch.stack(outputs), torch.stack(all_ranks)), dtype
 
         output = torch.zeros(5 * size, dtype=dtype)
-        done(dist.all_gather_single(output, mine, async_op=async_op), async_op)
+        done(dist.all_gather_into_tensor(output, mine, async_op=async_op), async_op)
         assert torch.equal(output, torch.cat(all_ranks)), dtype
 
         gathered = [torch.zeros(5, dtype=dtype) for _ in range(size)] if rank == 1 else None
         done(dist.gather(mine, gathered, dst=1, async_op=async_op), async_op)
         if gathered is not None:
             assert torch.equal(torch.stack(gathered), torch.stack(all_ranks)), dtype
+
+        gathered_whole = torch.zeros(size, 5, dtype=dtype)
+        done(gather_single(mine, gathered_whole if rank == 1 else None, async_op), async_op)
+        assert torch.equal(gathered_whole, torch.stack(all_ranks) * (rank == 1)), dtype
 
         received = torch.zeros(5, dtype=dtype)
         done(dist.scatter(received, all_ranks if rank == 0 else None, src=0, async_op=async_op), async_op)
@@ -216,7 +231,7 @@ def coalesce() -> None:
         outputs = [torch.zeros(length * size) for length in (2, 6)]
         with _coalescing_manager(async_ops=async_ops) as manager:
             for output, length in zip(outputs, (2, 6), strict=True):
-                dist.all_gather_single(output, of(rank, length).float())
+                dist.all_gather_into_tensor(output, of(rank, length).float())
         manager.wait()
         for output, length in zip(outputs, (2, 6), strict=True):
             assert torch.equal(output, torch.cat([of(peer, length) for peer in range(size)]).float())
@@ -224,7 +239,7 @@ def coalesce() -> None:
         outputs = [torch.zeros(2), torch.zeros(4)]
         with _coalescing_manager(async_ops=async_ops) as manager:
             for output in outputs:
-                dist.reduce_scatter_single(output, of(rank, len(output) * size).float())
+                dist.reduce_scatter_tensor(output, of(rank, len(output) * size).float())
         manager.wait()
         for output in outputs:
             assert torch.equal(output, total(size, len(output) * size).float().chunk(size)[rank])
@@ -315,7 +330,7 @@ def use_groups() -> None:
     assert len(other) == 2
     dist.destroy_process_group(group)
     assert inner_group() is world.inner
-    with pytest.raises(ValueError, match='no group of backend "torchestra"'):
+    with pytest.raises(ValueError, match='is not a group of backend "torchestra"'):
         inner_group(dist.GroupMember.NON_GROUP_MEMBER)
 
 
@@ -384,3 +399,28 @@ def call_methods_directly() -> None:
 
 def test_methods_called_directly() -> None:
     run(2, call_methods_directly)
+
+
+def profile_some() -> list[tuple[str, list[list[int]]]]:
+    rank = dist.get_rank()
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        dist.all_reduce(torch.ones(3, 5))
+        dist.broadcast(torch.ones(7), 0, async_op=True).wait()
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.ones(2), 0)
+    names = ("torchestra::", "gloo:")
+    return [(event.name, event.input_shapes) for event in profiled.events() if event.name.startswith(names)]
+
+
+def test_torchs_profiler_has_operations_by_name_and_size() -> None:
+    for rank, found in enumerate(run(2, profile_some)):
+        assert ("gloo:all_reduce", [[3, 5]]) in found
+        assert ("gloo:broadcast", [[7]]) in found
+        assert ("gloo:send" if rank == 0 else "gloo:recv", [[2]]) in found
+        assert [name for name, _ in found if name.startswith("torchestra::")] == [
+            "torchestra::all_reduce",
+            "torchestra::broadcast",
+            "torchestra::send" if rank == 0 else "torchestra::recv",
+        ]

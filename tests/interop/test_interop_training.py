@@ -21,6 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch_worlds import SECONDS, run
 
+# Of other names before torch 2.13, which warns of those.
+gather_pieces = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+reduce_pieces = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
+
 
 def mean_losses(losses: list[float]) -> torch.Tensor:
     mean = torch.tensor(losses)
@@ -173,8 +177,8 @@ def compile_collectives() -> None:
 
     def step(tensor: torch.Tensor) -> torch.Tensor:
         total = functional.all_reduce(tensor * 2, "sum", group)
-        gathered = functional.all_gather_single(total + rank, 0, group)
-        mine = functional.reduce_scatter_single(gathered, "avg", 0, group)
+        gathered = gather_pieces(total + rank, 0, group)
+        mine = reduce_pieces(gathered, "avg", 0, group)
         swapped = functional.all_to_all_single(mine.flatten(), None, None, group)
         return functional.broadcast(swapped, 1, group)
 

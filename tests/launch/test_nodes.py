@@ -16,14 +16,16 @@ from pathlib import Path
 import pytest
 
 from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.launcher import launcher_rendezvous
 from torchestra.launcher import nodes as meeting
 from torchestra.launcher.event_loop import EventLoop
-from torchestra.launcher.nodes import Nodes, parse_rendezvous
+from torchestra.launcher.launcher_rendezvous import parse_rendezvous
+from torchestra.launcher.nodes import Nodes
 from torchestra.store import PrefixStore, TCPStore
-from torchestra.store.base import nap
+from torchestra.store.base import interruptible_sleep
 
 SCRIPT = """
-    import os, sys
+    import atexit, os, signal, sys, time
     import torch
     import torchestra as dist
 
@@ -33,15 +35,18 @@ SCRIPT = """
     hosts = dist.group.WORLD.communicator.engine.hosts.members
     local = f"{os.environ['LOCAL_RANK']} of {os.environ['LOCAL_WORLD_SIZE']}"
     print(f"{local}: {total.item()} {hosts}", flush=True)
-    if sys.argv[1:] == ["fail"] and dist.get_rank() == 2:
+    if sys.argv[1:] and dist.get_rank() == 2:
         os._exit(7)
+    if sys.argv[1:] == ["fail", "slowly"] and dist.get_rank() == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        atexit.register(time.sleep, 3.0)
     dist.barrier()
     dist.destroy_process_group()
 """
 LIMIT_S = 100
 
 
-def free_place() -> str:
+def free_address() -> str:
     """Where launchers can meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -50,7 +55,7 @@ def free_place() -> str:
 
 def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tuple[str, str, int]]:
     """One launcher for each node, all on this machine but told that they are not; how each ended."""
-    with nodes_running(free_place(), script, ranks, *arguments) as launchers:
+    with nodes_running(free_address(), script, ranks, *arguments) as launchers:
         return [ended(launcher) for launcher in launchers]
 
 
@@ -62,7 +67,7 @@ def ended(launcher: subprocess.Popen[str]) -> tuple[str, str, int]:
 
 @contextmanager
 def nodes_running(
-    place: str, script: Path, ranks: tuple[int, ...], *arguments: str, options: tuple[str, ...] = ()
+    rendezvous: str, script: Path, ranks: tuple[int, ...], *arguments: str, options: tuple[str, ...] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The same, under way. ``options`` are the launchers' own."""
     launchers = []
@@ -77,7 +82,7 @@ def nodes_running(
             "--node-rank",
             str(node),
         ]
-        command += ["--rendezvous", place, "--nproc", str(nproc), *options, str(script), *arguments]
+        command += ["--rendezvous", rendezvous, "--nproc", str(nproc), *options, str(script), *arguments]
         environment = {**os.environ, "TORCHESTRA_SECRET": "of this test", "TORCHESTRA_HOST_ID": f"node{node}"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         launchers.append(subprocess.Popen(command, env=environment, text=True, **pipes))
@@ -106,8 +111,10 @@ def test_ranks_are_numbered_by_node_and_meet(script: Path) -> None:
     ]
 
 
-def test_the_failure_of_one_node_ends_all_with_its_code(script: Path) -> None:
-    (_, first, code), (_, second, other_code) = run_nodes(script, (1, 2), "fail")
+@pytest.mark.parametrize("how", [("fail",), ("fail", "slowly")])
+def test_the_failure_of_one_node_ends_all_with_its_code(script: Path, how: tuple[str, ...]) -> None:
+    """Also if its other rank takes long to end: the other node waits a second only to hear of the cause."""
+    (_, first, code), (_, second, other_code) = run_nodes(script, (1, 2), *how)
     assert (code, other_code) == (7, 7)
     assert re.search(
         r"torchestra: ended because node 1 failed: rank 2 \(pid \d+ on \S+\) failed: exit code 7", first
@@ -129,7 +136,7 @@ def test_a_host_whose_ranks_all_fail_does_not_end_the_others(tmp_path: Path) -> 
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(FAILING + "    sys.exit(3) if rank == 1 else await_the_test()\n"))
     options = ("--max-failures", "1")
-    with nodes_running(free_place(), script, (1, 1), str(tmp_path), options=options) as (first, second):
+    with nodes_running(free_address(), script, (1, 1), str(tmp_path), options=options) as (first, second):
         _, told, code = ended(second)
         assert code == 0, told
         assert re.search(r"torchestra: rank 1 \(pid \d+\) failed: exit code 3\n", told)
@@ -140,7 +147,7 @@ def test_a_host_whose_ranks_all_fail_does_not_end_the_others(tmp_path: Path) -> 
 
 def test_failures_on_all_hosts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHESTRA_SECRET", "of this test")
-    script, place = tmp_path / "job.py", free_place()
+    script, rendezvous = tmp_path / "job.py", free_address()
     last = """
     if rank == 0: sys.exit(3)
     await_the_test()
@@ -148,8 +155,10 @@ def test_failures_on_all_hosts_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
     time.sleep(1000)
 """
     script.write_text(textwrap.dedent(FAILING + last))
-    with nodes_running(place, script, (2, 2), str(tmp_path), options=("--max-failures", "1")) as launchers:
-        store = PrefixStore("launchers", TCPStore(*parse_rendezvous(place), timeout=LIMIT_S))
+    with nodes_running(
+        rendezvous, script, (2, 2), str(tmp_path), options=("--max-failures", "1")
+    ) as launchers:
+        store = PrefixStore("launchers", TCPStore(*parse_rendezvous(rendezvous), timeout=LIMIT_S))
         store.wait(["failures"], LIMIT_S)
         (tmp_path / "go on").touch()
         (_, first, code), (_, second, other_code) = map(ended, launchers)
@@ -167,6 +176,10 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(InvalidArgumentError, match="--rendezvous must be host:port"):
             parse_rendezvous(text)
     assert parse_rendezvous("[::1]:29400") == ("::1", 29400)
+    with pytest.raises(InvalidArgumentError, match="has 2 addresses, but of 2 nodes 1 serve"):
+        Nodes(2, 0, "127.0.0.1:1,127.0.0.1:2", 1, 1)
+    with pytest.raises(InvalidArgumentError, match="has an address twice"):
+        Nodes(3, 0, "127.0.0.1:1,127.0.0.1:1", 1, 1)
     monkeypatch.delenv("TORCHESTRA_SECRET")
     with pytest.raises(InvalidArgumentError, match="set TORCHESTRA_SECRET to the same random text"):
         Nodes(2, 0, "127.0.0.1:1", 1, 1)
@@ -175,8 +188,8 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_node_0_that_is_not_at_the_rendezvous_says_so_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts whose node ranks are exchanged would wait for each other for ten minutes."""
     monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
-    monkeypatch.setattr(meeting, "_OWN_SECONDS", 0.5)
-    of_no_host = free_place().replace("127.0.0.1", "192.0.2.1")
+    monkeypatch.setattr(launcher_rendezvous, "_OWN_SECONDS", 0.5)
+    of_no_host = free_address().replace("127.0.0.1", "192.0.2.1")
     with pytest.raises(
         DistError, match=f"--node-rank 0 listens at --rendezvous {of_no_host}; is that an address"
     ):
@@ -188,7 +201,7 @@ class Launchers:
 
     def __init__(self, nnodes: int) -> None:
         self.nnodes = nnodes
-        self.place = free_place()
+        self.rendezvous = free_address()
         self._threads: list[threading.Thread] = []
         self.ended: dict[int, Nodes | DistError] = {}
 
@@ -198,7 +211,7 @@ class Launchers:
 
         def body() -> None:
             try:
-                self.ended[number] = Nodes(nnodes or self.nnodes, node, self.place, node + 1, 1)
+                self.ended[number] = Nodes(nnodes or self.nnodes, node, self.rendezvous, node + 1, 1)
             except DistError as error:
                 self.ended[number] = error
 
@@ -213,17 +226,21 @@ class Launchers:
 
     def signed(self, node: int, text: bytes = b"") -> bytes:
         """Wait until another launcher has come as a node; what it says."""
-        store = PrefixStore("launchers", TCPStore(*parse_rendezvous(self.place), timeout=LIMIT_S))
+        store = PrefixStore("launchers", TCPStore(*parse_rendezvous(self.rendezvous), timeout=LIMIT_S))
         while (said := store.get(f"node/{node}")) == text:
-            nap(0.001)
+            interruptible_sleep(0.001)
         return said
 
     def __enter__(self) -> Launchers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for nodes in sorted((each for each in self.ended.values() if isinstance(each, Nodes)), key=_last):
-            nodes.close()
+        came = [each for each in self.ended.values() if isinstance(each, Nodes)]
+        threads = [threading.Thread(target=nodes.close) for nodes in came]  # those that serve wait for all
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
 
 
 def test_a_loop_that_is_closed_is_not_woken_by_a_thread() -> None:
@@ -250,16 +267,12 @@ def test_a_loop_calls_what_is_due_in_its_order() -> None:
     loop.close()
 
 
-def _last(nodes: Nodes) -> int:
-    return -nodes.node
-
-
 def test_launchers_wait_for_each_other_and_say_for_whom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A launcher that does not fit the others is told so, and they are not disturbed."""
     monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
-    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(meeting, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(meeting, "_NOTICE_AFTER_S", 0.0)
     with Launchers(3) as launchers:
         first = launchers.come(0)
@@ -286,4 +299,4 @@ def test_launchers_wait_for_each_other_and_say_for_whom(
             (3, 6),
         ]
         assert "two launchers are node 1: process" in str(launchers.how(launchers.come(1)))
-    assert re.search(r"waiting for nodes? (1, )?2 to come to 127\.0\.0\.1:\d+", capsys.readouterr().err)
+    assert re.search(r"waiting for nodes? (1, )?2 to connect to 127\.0\.0\.1:\d+", capsys.readouterr().err)

@@ -19,9 +19,11 @@ from torchestra.system import deadline
 def launcher(node: int, store: Any) -> Nodes:
     """One of two, after they have met."""
     made = Nodes.__new__(Nodes)
-    made.node, made.nnodes, made.other, made.one_too_many = node, 2, None, None
-    made._server = None
-    made._store, made._host, made._closed = store, "here", threading.Event()
+    made.node, made.nnodes, made.other, made.exceeding_failure = node, 2, None, None
+    made._name, made._least, made.members = str(node), None, 1
+    made._store, made._closed = store, threading.Event()
+    made._rendezvous = SimpleNamespace(server=None, host="here")  # type: ignore[assignment]
+    made._store_address, made._replica = "here:1", None
     return made
 
 
@@ -32,13 +34,13 @@ def test_node_0_waits_for_the_others_though_it_was_stopped(monkeypatch: pytest.M
 
     def be_stopped(seconds: float) -> None:
         now[0] += 100.0
-        monkeypatch.setattr(meeting, "nap", see_it_end)
+        monkeypatch.setattr(meeting, "interruptible_sleep", see_it_end)
 
     def see_it_end(seconds: float) -> None:
         store.set("done/1", b"")
 
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(meeting, "nap", be_stopped)
+    monkeypatch.setattr(meeting, "interruptible_sleep", be_stopped)
     launcher(0, store)._await_the_others()
     assert store.check(["done/1"])
 
@@ -50,7 +52,7 @@ def test_node_0_does_not_wait_for_one_that_is_silent(monkeypatch: pytest.MonkeyP
         now[0] += seconds
 
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(meeting, "nap", sleep)
+    monkeypatch.setattr(meeting, "interruptible_sleep", sleep)
     launcher(0, store)._await_the_others()
     assert 10 < now[0] < 11
 

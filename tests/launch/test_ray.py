@@ -126,8 +126,8 @@ def facts(word: str, addend: torch.Tensor) -> dict[str, Any]:
 def test_ranks_share_memory_on_a_node_and_a_bridge_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     results = dist.launch(facts, 4, "hello", torch.arange(3), on="ray", env={"MY_OWN": "word"})
     for rank, result in enumerate(results):
-        host, place = divmod(rank, 2)
-        assert result["environment"] == [str(rank), "4", str(place), "2", str(host), "word", "1"]
+        host, local_rank = divmod(rank, 2)
+        assert result["environment"] == [str(rank), "4", str(local_rank), "2", str(host), "word", "1"]
         assert torch.equal(result["total"], 4 * torch.arange(3) + 6)
         assert result["members"] == ((0, 1), (2, 3))
     assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {r}] hello from {r}" for r in range(4)]
@@ -285,8 +285,8 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(start: Starter) -> None
 def test_a_node_that_dies_is_named_with_its_ranks(cluster: Any, tmp_path: Path) -> None:
     third = cluster.add_node(**node("third", resources={"mortal": 2}))
 
-    def wait_there(place: Path) -> None:
-        (place / os.environ["RANK"]).touch()
+    def wait_there(folder: Path) -> None:
+        (folder / os.environ["RANK"]).touch()
         threading.Event().wait()
 
     def kill_when_all_are_there() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from torchestra.engine.membership.agreement import Ballot, State
 from torchestra.launcher.spec import Call, JobSpec, MainModule
-from torchestra.rendezvous.over_mpi import _Place
+from torchestra.rendezvous.over_mpi import _StoreAddress
 from torchestra.rpc import RpcBackendOptions
 from torchestra.testing.item_runner import ItemRequest
 
@@ -113,9 +113,9 @@ def test_what_holds_the_secret_does_not_show_it() -> None:
     """In a log, a traceback with the values of variables, or a debugger's list of them."""
     call = Call(b"the secret", MainModule())
     spec = JobSpec(2, call, {"TORCHESTRA_SECRET": "the secret"}, "/")
-    place = _Place(["10.0.0.1"], 1, "the secret")
+    store_address = _StoreAddress(["10.0.0.1"], 1, "the secret")
     options = RpcBackendOptions(secret="the secret")
     request = ItemRequest("", 2, "", 1.0, True, (), "/", {}, {"TORCHESTRA_SECRET": "the secret"}, False, None)
     decision = Ballot(0, 1, State.PROPOSED, 0, (0, 1), b"the secret")
-    for each in (spec, call, place, options, request, decision):
+    for each in (spec, call, store_address, options, request, decision):
         assert "the secret" not in f"{each!r} {each}"

@@ -112,8 +112,9 @@ def be_on_host(
     dist.init_process_group(store=shared, rank=rank, world_size=size, timeout=timeout)
     result = fn(*args)
     dist.barrier()
+    left = min(size, dist.get_world_size())  # fewer, if the world has lost ranks
     dist.destroy_process_group()
-    store.barrier("end", size)
+    store.barrier("end", left)
     shared.close()
     return result
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
+from torchestra.engine.multihost.chunking import ChunkPlan, Joined, chunk_ends
 
 
 def joined(*lengths: int) -> tuple[list[torch.Tensor], Joined]:
@@ -28,17 +28,17 @@ def test_every_range_of_several_tensors_is_that_of_one(lengths: tuple[int, ...])
 def test_what_is_in_one_tensor_is_not_copied() -> None:
     tensors, whole = joined(3, 4, 2)
     assert whole.get(4, 7).data_ptr() == tensors[1][1:].data_ptr()
-    room = whole.room(3, 6)
-    room.fill_(9)
-    whole.put(3, room)
+    buffer = whole.buffer(3, 6)
+    buffer.fill_(9)
+    whole.put(3, buffer)
     assert tensors[1].tolist() == [9, 9, 9, 6]
 
 
 def test_what_is_put_across_tensors_lands_in_each() -> None:
     tensors, whole = joined(3, 4, 2)
-    room = whole.room(2, 8)
-    room.copy_(torch.arange(10, 16))
-    whole.put(2, room)
+    buffer = whole.buffer(2, 8)
+    buffer.copy_(torch.arange(10, 16))
+    whole.put(2, buffer)
     assert [tensor.tolist() for tensor in tensors] == [[0, 1, 10], [11, 12, 13, 14], [15, 8]]
 
 
@@ -48,7 +48,7 @@ def test_what_is_put_across_tensors_lands_in_each() -> None:
 def test_the_chunks_of_all_rails_make_up_every_block(
     lengths: tuple[int, ...], rails: int, chunk: int
 ) -> None:
-    cuts = Cuts(lengths, rails, chunk)
+    cuts = ChunkPlan(lengths, rails, chunk)
     for host, length in enumerate(lengths):
         spans = [cuts.span(host, rail, number) for rail in range(rails) for number in range(cuts.chunks)]
         covered = [place for start, stop in spans for place in range(start, stop)]

@@ -13,7 +13,7 @@ import torchestra as dist
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.store import PrefixStore, Store, TCPStore
-from torchestra.store.base import nap
+from torchestra.store.base import interruptible_sleep
 from torchestra.store.secret import SECRET_VARIABLE
 from worlds import processes
 
@@ -28,7 +28,7 @@ class LateReader(TCPStore):
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
         raised = key.partition("/torchestra/")[0] + "/torchestra/init/raised"
         while key.endswith("/terms") and not (self.check([raised]) and int(self.get(raised)) >= self.others):
-            nap(0.002)
+            interruptible_sleep(0.002)
         return super().compare_set(key, expected_value, desired_value)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.multihost import host_discovery
 from torchestra.engine.multihost.host_discovery import find_hosts
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError
-from torchestra.store import HashStore
+from torchestra.store import HashStore, PrefixStore, TCPStore
 from torchestra.system.deadline import Deadline
 from torchestra.world.registry import thread_rank
 
@@ -58,23 +58,23 @@ def test_ranks_with_one_id_that_can_attach_share_a_host() -> None:
 
 def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 2 and 3 have the id of ranks 0 and 1, but their segment cannot be reached from there."""
-    plain_visit, sides = host_discovery.request_descriptor, {}
+    plain_request, sides = host_discovery.request_descriptor, {}
 
-    def visit(invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline) -> Any:
+    def request(invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline) -> Any:
         opener = sides.get(invitation)
         if opener is not None and (opener < 2) != (rank < 2):
             try:
                 raise ConnectionRefusedError("nobody listens there")
             except OSError as error:
                 raise host_discovery.DistBackendError("cannot reach it") from error
-        return plain_visit(invitation, secret, rank, name, deadline)
+        return plain_request(invitation, secret, rank, name, deadline)
 
     class HostSegment(host_discovery._HostSegment):
-        def __init__(self, visit: Any) -> None:
-            super().__init__(visit)
-            sides[self.sign.partition(":")[2]] = visit.rank
+        def __init__(self, discovery: Any) -> None:
+            super().__init__(discovery)
+            sides[self.sign.partition(":")[2]] = discovery.rank
 
-    monkeypatch.setattr(host_discovery, "request_descriptor", visit)
+    monkeypatch.setattr(host_discovery, "request_descriptor", request)
     monkeypatch.setattr(host_discovery, "_HostSegment", HostSegment)
     found = find_all(["same"] * 4, HashStore())
     assert found[0].members == ((0, 1), (2, 3))
@@ -105,3 +105,15 @@ def test_the_hosts_of_a_subgroup() -> None:
     assert (sub.members, sub.names) == (((0, 2), (1,)), ("x", "y"))
     assert (sub.host_of, sub.local_rank_of) == ([0, 1, 0], [0, 0, 1])
     assert sub.describe(1) == "rank 1 on host y"
+
+
+def test_a_failure_is_told_to_a_store_that_is_gone_for_a_short_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_discovery, "_TELL_SECONDS", 0.1)
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    store = TCPStore("127.0.0.1", server.port, timeout=3600.0)
+    discovery = host_discovery._Discovery(PrefixStore("finding", store), 1, 2, "default", 3600.0)
+    server.close()
+    discovery.tell_failure(ValueError("for which it cannot enter"))
+    assert store.timeout.total_seconds() == 3600.0

@@ -22,7 +22,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reduction, broadcast_gather, all_to_all):
         monkeypatch.setattr(module, "_CHUNK_BYTES", 2048)
     monkeypatch.setattr(hierarchy, "_INLINE_BYTES", 64)
-    monkeypatch.setattr(hierarchy, "_LEAST_INLINE_BYTES", 64)
+    monkeypatch.setattr(hierarchy, "_MIN_INLINE_BYTES", 64)
 
 
 def every_case(lengths: tuple[int, ...]) -> None:

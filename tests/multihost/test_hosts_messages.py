@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from simulated import LAYOUTS, Layout, on_processes, on_threads
 
 import torchestra as dist
@@ -18,6 +19,7 @@ from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.p2p_request import P2PRequest
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from torchestra.transport.control_frames import HELLO, HELLO_ACK, number_of, numbered
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.message import Message
 from torchestra.transport.pair import PairConnection
@@ -283,11 +285,27 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_take
             assert looked.acquire(timeout=10.0)
         deliver(self, message)
 
-    # The sender has lost its patience with a receiver that does not confirm.
+    # The sender no longer waits for a receiver that does not confirm.
     monkeypatch.setattr(Transport, "flush", lambda *_: False)
     monkeypatch.setattr(WaitPolicy, "check", counted_check)
     monkeypatch.setattr(GroupTransport, "_deliver", slow_deliver)
     on_threads((1, 1), receive_from_one_that_has_left)
+
+
+def test_a_rank_is_met_when_the_other_has_received_the_hello_of_its_present_connection() -> None:
+    """Of one that was shut, as a stranger's, before the other knew whose it was, the hello may still come."""
+    peer = PairConnection(1, EndpointRecord("tcp://127.0.0.1:1", b""))
+    hellos = []
+    for event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+        peer._note_event(event, 0.0)
+        hellos += [number_of(control, HELLO) for control in peer._controls]
+    first, second = hellos
+    assert first is not None
+    assert second is not None
+    peer.handle_control(numbered(HELLO_ACK, first))
+    assert not peer.hello_acked
+    peer.handle_control(numbered(HELLO_ACK, second))
+    assert peer.hello_acked
 
 
 def test_who_leaves_waits_for_what_it_has_sent_before_and_not_for_later_pings() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from simulated import on_threads
 
 import torchestra as dist
-from torchestra.engine.multihost import remote_records
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.hosts import Hosts
+from torchestra.engine.multihost import failure_detector, remote_records
+from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.recorder.flight_entries import HostRecord
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.trace import merged, trace_of
@@ -74,7 +78,7 @@ def test_times_of_another_host_are_turned_into_those_of_this_one() -> None:
     told = as_told(there)
     assert (told.record, told.offset, told.error) == (replace(there, hosts=()), -1000.0, 0.5)
     own = replace(whole, ranks=(whole.ranks[0],))
-    joined = remote_records.put_together(own, 0, {1: told}, hosts)
+    joined = remote_records.merge_records(own, 0, {1: told}, hosts)
     assert joined.hosts == (HostRecord("here", (0,)), HostRecord("there", (1,), True, -1000.0, 0.5))
     assert joined.ranks[0] == whole.ranks[0]
     before, after = whole.ranks[1].operations[0], joined.ranks[1].operations[0]
@@ -84,7 +88,7 @@ def test_times_of_another_host_are_turned_into_those_of_this_one() -> None:
 def test_a_host_that_does_not_answer_is_named_and_its_ranks_are_unknown() -> None:
     whole = on_threads((1, 1), one_part)[0]
     own = replace(whole, ranks=(whole.ranks[0],))
-    joined = remote_records.put_together(own, 0, {}, Hosts([[0], [1]], ["here", "there"]))
+    joined = remote_records.merge_records(own, 0, {}, Hosts([[0], [1]], ["here", "there"]))
     assert [(host.name, host.answered) for host in joined.hosts] == [("here", True), ("there", False)]
     assert [rank.presence for rank in joined.ranks] == ["present", "unknown"]
     assert joined.ranks[1].last_operation is None
@@ -117,3 +121,56 @@ def test_traces_that_the_hosts_of_a_job_leave_fit_together(
     pairs = [pair for pair in zip(same, moved, strict=True) if "ts" in pair[0]]
     later = {(before["pid"], round(after["ts"] - before["ts"])) for before, after in pairs}
     assert later == {(1, 0), (2, 5_000_000)}
+
+
+CALLS = (("all_reduce", 3, "done"), ("barrier", 0, "running"))
+
+
+def watch_other_hosts(directory: str) -> None:
+    """Rank 0 has another process look at the job, until a host has told what it does, and then is silent."""
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-m", "torchestra", "top", "--json", "--interval", "0.05"]
+        command += ["--job", str(os.getpid())]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
+            told = await_host(reader, answered=True)
+            Path(directory, "silent").touch()
+            silent = await_host(reader, answered=False)
+            reader.kill()
+        assert [(rank["rank"], rank["presence"], rank["alive"]) for rank in told["ranks"]] == [
+            (1, "present", True),
+            (2, "present", True),
+        ]
+        for rank in told["ranks"]:
+            call = rank["operation"]
+            assert (call["kind"], call["count"], call["state"]) in CALLS
+        assert silent["ranks"] == []
+    dist.barrier()
+
+
+def await_host(reader: subprocess.Popen[bytes], answered: bool) -> Any:
+    """Read samples until one tells of h1 as h0 sees it. The test's time-out bounds the wait."""
+    assert reader.stdout is not None
+    for line in reader.stdout:
+        found = [each for each in json.loads(line)["groups"] if each.get("host") == "h1"]
+        # Perhaps there are still groups of earlier tests in this process, which have ended.
+        found = [each for each in found if all(rank["presence"] != "left" for rank in each["ranks"])]
+        # The first is that of the arena of h1, which is in the same process.
+        for group in found[1:]:
+            if group["answered"] is answered:
+                return group
+    raise AssertionError("the reader has ended")
+
+
+def test_a_reader_outside_of_the_job_learns_of_other_hosts_and_of_their_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recount = FailureDetector._recount
+
+    def hold_back(detector: FailureDetector, *arguments: Any) -> None:
+        if not (tmp_path / "silent").exists():
+            recount(detector, *arguments)
+
+    monkeypatch.setattr(FailureDetector, "_recount", hold_back)
+    monkeypatch.setattr(failure_detector, "_ANSWER_SECONDS", 0.2)
+    on_threads((1, 2), watch_other_hosts, str(tmp_path))

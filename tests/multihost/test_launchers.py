@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from launched import LAUNCHERS, launched, why_no_mpich, why_no_openmpi
-from real_hosts import Network, why_not
+from real_hosts import Network
+from tools.chaos.network import why_not
 
 from worlds import results
 

@@ -61,7 +61,7 @@ def test_who_has_proved_itself_is_not_taken_for_who_had_its_descriptor(
             (zmq.EVENT_ACCEPTED, accepted.fileno()),  # the rank
             (zmq.EVENT_ACCEPTED, other.fileno()),
         )
-        listener.look(0)
+        listener.check(0)
         assert stranger.recv(1) == b"", "the stranger was not shut down"
         accepted.sendall(b"x")
         assert rank.recv(1) == b"x"

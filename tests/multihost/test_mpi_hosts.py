@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 from launched import by_mpich, in_default_group, launched, why_no_mpich, why_no_openmpi
-from real_hosts import Network, why_not
+from real_hosts import Network
 from simulated import SECONDS, Layout
 from test_hosts_collectives import every_dtype_moves
 from test_hosts_mismatch import mismatches
 from test_real_hosts import everything, messages_of, sums_for_ever, train_on_digits
 from test_real_hosts_rpc import call_all
+from tools.chaos.network import why_not
 
 import torchestra as dist
 from torchestra import rpc
 from torchestra.engine.multihost.mpi_bridge import MPIBridge
 from torchestra.errors import DistBackendError, RankFailedError
-from worlds import results
+from worlds import await_note, leave_note, results
 
 _WHY_NOT = why_not() or why_no_mpich()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
@@ -74,6 +75,29 @@ def test_everything_works_between_hosts(
     assert [each for each, _ in found] == [members] * sum(layout)
     assert len({trained for _, trained in found}) == 1, "the ranks differ"
     assert found[0][1][1] > 0.8
+
+
+def receive_while_the_sender_waits_otherwise() -> None:
+    """Rank 0 sends, and calls into MPI no more before rank 1 has it."""
+    rank, data = dist.get_rank(), torch.arange(1 << 18, dtype=torch.int32).view(torch.uint8)
+    bridge = dist.group.WORLD.communicator.engine.hierarchy.bridge  # type: ignore[union-attr]
+    if rank == 0:
+        sending = bridge.begin([], [(1, data)], SECONDS)
+        await_note("received")
+        assert sending.wait(SECONDS)
+    else:
+        receiving = bridge.begin([(0, received := torch.zeros_like(data))], [], SECONDS)
+        assert receiving.wait(SECONDS)
+        assert torch.equal(received, data)
+        leave_note("received")
+
+
+@pytest.mark.parametrize("launcher", ["mpich", pytest.param("openmpi", marks=_needs_openmpi)])
+def test_messages_move_while_their_sender_waits_for_something_else(network: Network, launcher: str) -> None:
+    """A rank may wait for one of its host, and that for one elsewhere, to which the first has sent."""
+    body = in_default_group, receive_while_the_sender_waits_otherwise
+    with launched(launcher, network, (1, 1), *body, **TRUSTED) as world:
+        results(world.finish())
 
 
 def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network: Network) -> None:

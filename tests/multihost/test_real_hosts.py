@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from real_hosts import Network, on_hosts, why_not
+from real_hosts import Network, on_hosts
 from simulated import Layout
 from test_hosts_collectives import every_case_and_sums, objects_and_the_rest, subgroups_in_any_pattern
 from test_hosts_messages import everybody_to_everybody, from_anybody
 from test_hosts_shrink import until_it_fails
+from tools.chaos.network import why_not
 from torch import nn
 
 import torchestra as dist

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from real_hosts import Network, on_hosts, why_not
+from real_hosts import Network, on_hosts
+from tools.chaos.network import why_not
 
 import torchestra as dist
 from torchestra import autograd, rpc

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 from simulated import SECONDS
 
+from torchestra.engine import layout as at
+from torchestra.engine.hosts import Hosts
+from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.multihost import failure_detector, peer_values
-from torchestra.engine.multihost.failure_detector import ControlMessage, HeartbeatMonitor
-from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.failure_detector import ControlMessage
+from torchestra.engine.multihost.heartbeat_monitor import HeartbeatMonitor
 from torchestra.errors import GroupAbortedError
+from torchestra.monitor.metrics import HEARTBEAT_AGE, HEARTBEATS, _heartbeats
 from torchestra.store import HashStore
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.system import deadline
@@ -52,10 +57,12 @@ class LoneMember:
     """
 
     name, rank, size = "lone", 0, 1
+    program = threading.main_thread()
     peers = None
 
     def __init__(self, number: int = 0) -> None:
         self.group_rank = number
+        self.arena = Arena.create(layout_for(1), "lone")[0]
         self.told: list[str] = []
         self.over = threading.Event()
 
@@ -72,8 +79,8 @@ class LoneMember:
     def to_group_ranks(self, places: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.group_rank for _ in places)
 
-    def abort(self, why: str, failed: tuple[int, ...], standing: object = None) -> None:
-        self.told.append(why)
+    def abort(self, why: str, failed: tuple[int, ...], report: Callable[[], str] = str) -> None:
+        self.told.append(why + report())
         self.over.set()
 
 
@@ -166,31 +173,34 @@ def test_what_no_rank_can_have_said_is_dropped(
     for what in ControlMessage:
         if what not in (ControlMessage.answer, ControlMessage.confirm, ControlMessage.recount):
             link.receive(1, what, text)
-    assert made.fate(1) is None
+    assert made.end_reason(1) is None
     assert (made.dead, made.left, made.silent) == (set(), set(), set())
     assert not member.told
-    assert "cannot have said" in caplog.messages[0]
+    assert "an invalid message of rank" in caplog.messages[0]
 
 
-def test_a_monitor_that_looks_often_does_not_run_out_of_patience(clock: Clock) -> None:
+def test_a_monitor_that_looks_often_keeps_to_its_bound(clock: Clock) -> None:
     made, _, _ = detector_of([[0], [1]], 0)
     for _ in range(100):
-        made.look()
+        made.check()
         clock.now += BOUND / 1000
     assert not made.silent
 
 
 def test_a_monitor_gives_up_a_host_that_has_been_silent_for_the_bound(clock: Clock) -> None:
     made, member, link = detector_of([[0], [1]], 0)
-    ack(link, 1)
+    link.receive(1, ControlMessage.ack, [[], [], [], "train.py:9 in main"])
     began = clock.now
     while not made.silent:
-        made.look()
+        made.check()
         clock.now += 0.25
         assert clock.now - began <= BOUND
     assert clock.now - began > 0.75 * BOUND
     assert member.over.wait(SECONDS)
-    assert "host b with rank 1 has been silent for 8 s" in member.told[0]
+    why, diagnosis = member.told[0].splitlines()[:2]
+    assert why.startswith("host b with rank 1 has been silent for 8 s")
+    assert diagnosis.startswith("diagnosis (likely): killed host: host b with rank 1 does not answer: ")
+    assert diagnosis.endswith("; rank 1 on host b was at train.py:9 in main")
 
 
 def test_a_monitor_that_gives_a_host_up_pings_on_while_the_others_are_told(
@@ -202,10 +212,10 @@ def test_a_monitor_that_gives_a_host_up_pings_on_while_the_others_are_told(
     waited: list[bool] = []
     monkeypatch.setattr(member, "abort", lambda *_: waited.append(has_looked.wait(SECONDS)))
     while not made.silent:
-        made.look()
+        made.check()
         clock.now += 0.25
     link.said.clear()
-    made.look()
+    made.check()
     assert link.pinged() == [1]
     has_looked.set()
     assert waited in ([], [True]), "the monitor looks again before all have been told"
@@ -214,32 +224,35 @@ def test_a_monitor_that_gives_a_host_up_pings_on_while_the_others_are_told(
 def test_the_coordinator_pings_all_hosts_and_the_others_ping_it_and_its_successor(clock: Clock) -> None:
     members = [[0, 1], [2, 3], [4]]
     first, _, link = detector_of(members, 0)
-    first.look()
+    first.check()
     assert link.pinged() == [2, 4]
     second, _, link = detector_of(members, 1)
-    second.look()
+    second.check()
     assert link.pinged() == [0]
     link.lose(0, "has shut down")
-    second.look()
+    second.check()
     assert link.pinged() == [1, 4]
 
 
 def test_another_rank_of_a_host_is_asked_when_the_connection_to_one_has_ended(clock: Clock) -> None:
     made, _, link = detector_of([[0], [1, 2]], 0)
-    made.look()
+    made.check()
     assert link.pinged() == [1]
     link.lose(1, "died (its connection has ended)")
     assert link.pinged() == [2]
     ack(link, 2, dead=(1,))
-    assert made.fate(1) == "died"
-    assert made.fate(2) is None
+    assert made.end_reason(1) == "died"
+    assert made.end_reason(2) is None
 
 
 def test_any_rank_answers_a_ping_with_what_it_knows() -> None:
     _, _, link = detector_of([[0], [1], [2]], 0)
     ack(link, 1, dead=(2,))
     link.receive(1, ControlMessage.ping, [[], [], []])
-    assert link.said == [(1, ControlMessage.ack, b"[[2], [], []]")]
+    ((rank, what, text),) = link.said
+    *updates, site = json.loads(text)
+    assert (rank, what, updates) == (1, ControlMessage.ack, [[2], [], []])
+    assert site.startswith(f"{__file__}:")  # where its program is, for the day on which it is silent
 
 
 def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_confirmed_it() -> None:
@@ -265,3 +278,16 @@ def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_confirm
     assert elsewhere.over.wait(SECONDS)
     assert elsewhere.told == ["it is over"]
     assert SimpleNamespace(heard=other._heard_abort).heard
+
+
+def test_what_a_leader_hears_is_noted_for_readers_outside_of_the_job() -> None:
+    _, member, link = detector_of([[0], [1], [2]], 0)
+    for _ in range(3):
+        link.receive(2, ControlMessage.ack, [[], [], []])
+    entries = [at.HEARTBEATS_AT + host * at.HEARTBEAT_BYTES for host in range(3)]
+    assert [member.arena.load_word(entry + at.HEARTBEAT_COUNT) for entry in entries] == [0, 0, 3]
+    assert 0 < member.arena.load_word(entries[2] + at.HEARTBEAT_NANOSECONDS) <= time.monotonic_ns()
+    told = {(family, labels): number for family, labels, number in _heartbeats(member.arena, ("7", "g"))}
+    assert told[HEARTBEATS, ("7", "g", "2")] == 3
+    assert 0 <= told[HEARTBEAT_AGE, ("7", "g", "2")] < SECONDS
+    assert len(told) == 2

@@ -12,31 +12,31 @@ from simulated import on_threads
 
 import torchestra as dist
 from torchestra.engine import operations
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.multihost import hierarchy, p2p_request
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.hierarchy import Hierarchy
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.engine.operations import Kind
 from torchestra.errors import GroupAbortedError
 from torchestra.system import deadline
 
-LOOKS = 5
+POLLS = 5
 LENGTH = 100_000
 
 
 class LatePending:
-    """Has come, but is only seen when who waits has looked around some times since its sender has left."""
+    """Has come, but is only seen after some polls of the waiting rank since its sender has left."""
 
     def __init__(self, pending: Any, detector: FailureDetector) -> None:
         self._pending, self._detector = pending, detector
-        self._looks = 0
+        self._polls = 0
 
     def wait(self, seconds: float) -> bool:
-        if self._looks < LOOKS:
-            self._looks += bool(self._detector.left)
+        if self._polls < POLLS:
+            self._polls += bool(self._detector.left)
             time.sleep(0.001)
             return False
         return bool(self._pending.wait(seconds))

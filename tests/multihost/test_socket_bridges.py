@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
 from torchestra.engine.multihost.bridge_selection import open_bridge
 from torchestra.engine.multihost.group_transport import GroupTransport
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.store import HashStore
 
 SECONDS = 30.0

@@ -32,7 +32,7 @@ from worlds import outcomes, run
         ({"device_ids": [0]}, r" device_ids and output_device arguments only work .* got device_ids \[0\]"),
         ({"output_device": "cpu"}, r" device_ids .* output_device cpu, and module parameters {'cpu'}"),
         ({"dim": 1}, r": `dim` must be 0 .*got 1"),
-        ({"bucket_cap_mb_list": []}, ": `bucket_cap_mb_list` must have a number at least"),
+        ({"bucket_cap_mb_list": []}, ": `bucket_cap_mb_list` must have at least one number"),
         ({"bucket_cap_mb_list": [1, -1]}, ": `bucket_cap_mb_list` must be a positive number, got -1"),
         ({"bucket_cap_mb": 0}, r": `bucket_cap_mb` must be a positive number, got 0"),
         ({"bucket_cap_mb": float("nan")}, r": `bucket_cap_mb` must be a positive number, got nan"),
@@ -400,9 +400,7 @@ def test_a_hook_that_takes_a_gradient_away_is_told_off() -> None:
 
         model[0].weight.register_post_accumulate_grad_hook(take)
         wrapped = DistributedDataParallel(model)
-        with pytest.raises(
-            GradientReductionError, match=r"'0\.weight' was taken away before it was averaged"
-        ):
+        with pytest.raises(GradientReductionError, match=r"'0\.weight' was removed before it was averaged"):
             loss(wrapped(batch(1))).backward()
 
     run("threads", 1, body)

@@ -14,7 +14,7 @@ from worlds import KINDS, run
 
 # The first ten steps are sampled for logging, and record in which order gradients arrive.
 WARM_STEPS = 13
-MOST_FRAMES = 20
+MAX_FRAMES = 20
 
 
 def frames_of_a_backward() -> list[str]:
@@ -56,4 +56,4 @@ def frames_of_a_backward() -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_passes_few_frames(kind: str) -> None:
     for called in run(kind, 2, frames_of_a_backward):
-        assert 0 < len(called) <= MOST_FRAMES, "\n".join(called)
+        assert 0 < len(called) <= MAX_FRAMES, "\n".join(called)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import queue
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from torchestra.system.temporary_folder import temporary_folder
 
 pytest.importorskip("IPython", reason="IPython is not installed")
 
@@ -90,12 +95,18 @@ def test_cells_on_ranks(tmp_path, nothing_left: Callable[[], None]) -> None:
         "%ranks_stop",
         "%%ranks 2 --no-init\nimport torchestra as dist\n"
         "assert not dist.is_initialized()\ndist.init_process_group()\ndist.get_world_size()",
+        # Rank 1 is stopped, so it begins the cell only after the interrupt.
+        "%%ranks\nimport os, signal, threading\npids = [0, 0]\ndist.all_gather_object(pids, os.getpid())",
+        "%%ranks --on 0\nos.kill(pids[1], signal.SIGSTOP)",
+        "%%ranks\nif dist.get_rank() == 0:\n    open(READY, 'w')\ntry:\n    threading.Event().wait()\n"
+        "finally:\n    os.kill(pids[1], signal.SIGCONT)",
+        "%%ranks\nlen(pids)",
     )
     went_well = [well for well, _ in cells]
     shown = [text for _, text in cells]
     # fmt: off
     assert went_well == [True, False, True, False, True, False, True, False, True, False, False,
-                         True, True, True, False, True, True, True], shown
+                         True, True, True, False, True, True, True, True, True, False, True], shown
     # fmt: on
     assert "say how many" in shown[1]
     assert sorted(shown[2].splitlines()) == [f"[rank {rank}] tensor([3., 3.])" for rank in range(3)]
@@ -104,7 +115,7 @@ def test_cells_on_ranks(tmp_path, nothing_left: Callable[[], None]) -> None:
     assert shown[4] == "[rank 1] tensor([4., 4.])\n"
     assert "[rank 0] was released: " in shown[5]
     assert shown[5].rstrip().endswith("[rank 1] ValueError: one only"), "the cause comes last"
-    assert "made their default group anew" in shown[6]
+    assert "have a new default group" in shown[6]
     assert "[rank 2] [9.0, 9.0]" in shown[6]
     assert (
         shown[7] == "KeyboardInterrupt: the cell was interrupted on the ranks, which keep their variables\n"
@@ -117,6 +128,8 @@ def test_cells_on_ranks(tmp_path, nothing_left: Callable[[], None]) -> None:
     assert "[rank 1] ValueError: one only" in shown[14]
     assert "[rank 0] [4.0, 4.0]" in shown[15]
     assert "[rank 0] 2" in shown[17]
+    assert "interrupted on the ranks, which keep their variables" in shown[20]
+    assert "[rank 1] 2" in shown[21]
     assert "src/torchestra" not in "".join(shown), "torchestra's own frames"
     nothing_left()
 
@@ -154,6 +167,34 @@ class Kernel:
                 return shown
         raise AssertionError(f"the cell did not end: {shown}")
 
+    def wait_for_view(self, kind: str, *texts: str) -> None:
+        """Wait until %ranks_top has shown all these texts, in messages of one kind."""
+        awaited, deadline = set(texts), time.monotonic() + 60
+        while awaited and time.monotonic() < deadline:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            if message["msg_type"] == kind:
+                shown = str(message["content"]["data"])
+                awaited = {text for text in awaited if text not in shown}
+        assert not awaited, f"%ranks_top did not show {awaited}"
+
+
+def see_the_live_view(kernel: Kernel) -> None:
+    """Have %ranks_top show the ranks as text, and as a widget where the tests have ipywidgets."""
+    kernel.run("import threading\nsys.modules['ipywidgets'] = None")
+    assert "ipywidgets is not installed" in kernel.run("%ranks_top")["stdout"]
+    kernel.wait_for_view("update_display_data", "group 'default'", "barrier() done")
+    assert kernel.run("%ranks_top")["stdout"] == "", "it is said once"
+    if importlib.util.find_spec("ipywidgets") is not None:
+        kernel.run("del sys.modules['ipywidgets']\n%ranks_top")
+        kernel.wait_for_view("comm_msg", "group &#x27;default&#x27;", "rank 0 (pid ", "rank 1 (pid ")
+    assert "takes no argument but off" in kernel.run("%ranks_top on")["stderr"]
+    kernel.run("%ranks_top off")
+    names = kernel.run("[thread.name for thread in threading.enumerate()]")["result"]
+    assert "ranks_top" not in names
+
 
 def test_in_a_kernel_of_jupyter(tmp_path, monkeypatch, nothing_left: Callable[[], None]) -> None:
     """Its output goes to the cell by messages, and an interrupt comes as a signal to the kernel."""
@@ -180,10 +221,13 @@ def test_in_a_kernel_of_jupyter(tmp_path, monkeypatch, nothing_left: Callable[[]
         second = kernel.run("%%ranks\nx + 1")
         assert sorted(first["stdout"].splitlines()) == ["[rank 0] 0", "[rank 1] 1"], first
         assert sorted(second["stdout"].splitlines()) == ["[rank 0] 1", "[rank 1] 2"], second
+        see_the_live_view(kernel)
         kernel.run("%%ranks\nimport time\nprint('waiting')\ntime.sleep(100)", interrupt_at="waiting")
         third = kernel.run("%%ranks\nx + 1")
         assert "[rank 1] 2" in third["stdout"], third
     finally:
         client.stop_channels()
-        manager.shutdown_kernel(now=True)
+        manager.shutdown_kernel(now=True)  # kills it
     nothing_left()
+    with temporary_folder("torchestra-ranks-") as folder:  # as the next session does
+        assert list(Path(tempfile.gettempdir()).glob("torchestra-ranks-*")) == [Path(folder)]

@@ -30,13 +30,13 @@ failing: set[int] = set()
 
 @pytest.fixture(autouse=True)
 def _copies_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def made_plain(tensor: torch.Tensor) -> torch.Tensor:
+    def make_contiguous(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in failing:
             raise MemoryError("no memory for a copy")
-        return contiguity.made_plain(tensor)
+        return contiguity.make_contiguous(tensor)
 
-    monkeypatch.setattr(communicator_file, "made_plain", made_plain)
-    monkeypatch.setattr(multi_tensor, "made_plain", made_plain)
+    monkeypatch.setattr(communicator_file, "make_contiguous", make_contiguous)
+    monkeypatch.setattr(multi_tensor, "make_contiguous", make_contiguous)
     yield
     failing.clear()
 
@@ -150,9 +150,9 @@ def reduce_mixed() -> None:
 
 
 def stage() -> None:
-    """Memory for the twins of tensors of a GPU."""
+    """Memory for copies of tensors of a GPU."""
 
-    class Twins:
+    class Copies:
         def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
             raise MemoryError("no pinned memory")
 
@@ -162,7 +162,7 @@ def stage() -> None:
             return dist.all_reduce(tensor)
         bound = inspect.signature(Communicator.all_reduce).bind(dist.group.WORLD.communicator, tensor, op)
         is_of_device = torch.is_floating_point
-        return run_staged(Communicator.all_reduce, bound, is_of_device, Twins)  # type: ignore[arg-type]
+        return run_staged(Communicator.all_reduce, bound, is_of_device, Copies)  # type: ignore[arg-type]
 
     expect_abort(call, "all_reduce of tensors of a GPU with MemoryError: no pinned memory")
 

@@ -137,13 +137,13 @@ def use_bad_arguments(ready: threading.Barrier) -> None:
     ready.wait(20)
     tensor = torch.ones(1)
 
-    def use_another_device() -> None:
+    def use_another_layout() -> None:
         with dist.coalescing_manager():
             dist.all_reduce(tensor)
-            dist.all_reduce(torch.ones(1, device="meta"))
+            dist.broadcast(torch.eye(2).to_sparse(), 0)
 
-    with pytest.raises(InvalidArgumentError, match="unsupported device"):
-        use_another_device()
+    with pytest.raises(InvalidArgumentError, match="unsupported layout"):
+        use_another_layout()
     with pytest.raises(GroupAbortedError, match=r"left coalesced all_reduce\(SUM\) with InvalidArgument"):
         dist.all_reduce(tensor)
     assert tensor.item() == 1
@@ -161,7 +161,7 @@ def leave_empty_block() -> None:
 
     def call_wrongly() -> None:
         with dist.coalescing_manager():
-            dist.all_reduce(torch.ones(1, device="meta"))
+            dist.broadcast(torch.eye(2).to_sparse(), 0)
 
     def gather_wrongly() -> None:  # one call, of which one operation has been collected
         dist.all_gather_coalesced([[torch.ones(1), torch.ones(2)]] * 2, [torch.ones(1), torch.ones(3)])

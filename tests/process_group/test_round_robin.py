@@ -89,7 +89,7 @@ def refuse() -> None:
     turned = dist.ProcessGroup(PrefixStore("turned", pair.store), 1 - pair.rank(), 2)
     with pytest.raises(InvalidArgumentError, match="at least one group"):
         dist.RoundRobinGroup([])
-    with pytest.raises(InvalidArgumentError, match=r"same place in all groups, got \(rank, size\)"):
+    with pytest.raises(InvalidArgumentError, match=r"same rank and size in all groups, got \(rank, size\)"):
         dist.RoundRobinGroup([pair, turned])
 
 

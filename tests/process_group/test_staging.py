@@ -1,4 +1,4 @@
-"""Tensors of GPUs: their operations run on twins in pinned memory.
+"""Tensors of GPUs: their operations run on copies in pinned memory.
 
 Without a GPU, tensors of one dtype play the part of those of a device, and copies are noted down.
 """
@@ -16,7 +16,7 @@ import torchestra as dist
 from devices import gpu
 from torchestra.communicator import multi_tensor
 from torchestra.communicator.communicator import Communicator
-from torchestra.communicator.host_staging import POSSIBLE, Stage, run_staged, staged
+from torchestra.communicator.host_staging import POSSIBLE, StagingBuffers, run_staged, staged
 from torchestra.communicator.work import Work
 from torchestra.engine.operations import ALL_TO_ALL, GATHER
 from torchestra.errors import InvalidArgumentError
@@ -50,7 +50,9 @@ def is_of_device(tensor: torch.Tensor) -> bool:
 def call(copies: NotedCopies, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Work | None:
     """Return what ``staged`` makes of the method of a communicator, with our device and its copies."""
     bound = inspect.signature(method).bind(dist.group.WORLD.communicator, *args, **kwargs)
-    return run_staged(method, bound, is_of_device, lambda tensors: Stage(tensors, copies, pinned=False))
+    return run_staged(
+        method, bound, is_of_device, lambda tensors: StagingBuffers(tensors, copies, pinned=False)
+    )
 
 
 def on_device(*shape: int, value: float = 0.0) -> torch.Tensor:
@@ -119,7 +121,7 @@ def keep_the_order() -> None:
 
 
 @pytest.mark.parametrize("body", [reduce_in_place, copy_no_more_than_needed, mind_layouts, keep_the_order])
-def test_operations_run_on_twins(body: Callable[[], None]) -> None:
+def test_operations_run_on_copies_in_pinned_memory(body: Callable[[], None]) -> None:
     run("threads", 2, body)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 
 import torchestra as dist
 from torchestra.cli import main
-from torchestra.monitor import jobs
+from torchestra.monitor import diagnosis, jobs
 from torchestra.monitor.jobs import find_jobs
+from torchestra.monitor.live.recording import Recording
 from worlds import ProcessWorld, await_note, leave_note, processes
 from worlds import run as run_world
 
@@ -141,15 +143,20 @@ def test_top_shows_who_has_died(job: ProcessWorld, capsys: pytest.CaptureFixture
     assert "broadcast(float32, 1 element, root 1) done when it died" in text
 
 
-def test_top_draws_until_the_job_ends(job: ProcessWorld) -> None:
+def test_top_draws_until_the_job_ends_and_records_what_it_saw(job: ProcessWorld, tmp_path: Path) -> None:
     hang(job)
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "torchestra", "top", "--interval", "0.1", "--job", str(job.pids[0])]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    command += ["--record", str(tmp_path / "job.top")]
+    room_for_a_page = {**os.environ, "LINES": "50", "COLUMNS": "120"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=room_for_a_page)
     os.close(theirs)
     drawn = b""
     with process:
         while b"the others wait for rank 2" not in drawn:
+            drawn += os.read(ours, 1 << 16)
+        os.write(ours, b"j\r")
+        while b"waits by peer" not in drawn:
             drawn += os.read(ours, 1 << 16)
         Path(job.path("end")).touch()
         try:
@@ -159,19 +166,30 @@ def test_top_draws_until_the_job_ends(job: ProcessWorld) -> None:
             pass  # the other end is closed
     os.close(ours)
     assert process.returncode == 0
+    assert f"rank 1 (pid {job.pids[1]}) of group 'default'".encode() in drawn
     assert f"job {job.pids[0]} has ended".encode() in drawn
     assert b"\x1b[?1049h" in drawn  # on the alternate screen,
     assert b"\x1b[?1049l" in drawn  # and back
+    with closing(Recording(tmp_path / "job.top")) as recording:
+        sample = recording.sample(1)
+    assert [rank.pid for rank in sample.groups[0].record.ranks] == job.pids
+    assert all(process is not None and process.all_threads > 1 for process in sample.groups[0].processes)
 
 
 def test_report_writes_a_trace_of_a_running_job(
-    job: ProcessWorld, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    job: ProcessWorld,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(diagnosis, "_HUNG_SECONDS", 0.0)
     hang(job)
     path = tmp_path / "trace.json"
-    code, text = run(capsys, "report", "--out", str(path), "--job", str(job.pids[0]))
+    code, text = run(capsys, "report", "--out", str(path), "--seconds", "0", "--job", str(job.pids[0]))
     assert code == 0
     assert re.search(r"trace\.json: \d+ operations of 5 ranks in 2 groups", text)
+    assert text.startswith("group 'default': diagnosis")
+    assert "rank 2 has not called operation" in text.splitlines()[0]
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names[1, 2] == f"rank 2 (pid {job.pids[2]})"
@@ -200,21 +218,47 @@ def test_report_writes_a_trace_of_a_running_job(
     assert [(event["name"], event["args"]["tag"]) for event in begun] == [("send in the background", 4)]
 
 
-def test_report_writes_a_page_and_puts_traces_together(
+def test_report_tells_the_straggler_and_looks_at_its_process(
+    job: ProcessWorld, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    code, text = run(capsys, "report", "--out", str(path), "--seconds", "0.5", "--job", str(job.pids[0]))
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0] == "group 'default', 3 ranks:"
+    assert re.match(r"  (Rank 1 is .* between operations|The others wait most for rank 1)", lines[1])
+    assert re.search(r"its program was mostly at \S*test_watching\.py:\d+ in work_on", text)
+    samples = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "sample"]
+    assert {(event["pid"], event["tid"]) for event in samples} == {(1, 0), (1, 1), (1, 2)}
+
+
+def test_report_puts_traces_together(
     job: ProcessWorld, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name in ("one.json", "two.json"):
-        assert main(["report", "--out", str(tmp_path / name), "--job", str(job.pids[0])]) == 0
-    page = tmp_path / "both.html"
-    code, text = run(capsys, "report", "--out", str(page), "--from", str(tmp_path))
+        path = str(tmp_path / name)
+        assert main(["report", "--out", path, "--seconds", "0", "--job", str(job.pids[0])]) == 0
+    code, text = run(capsys, "report", "--from", str(tmp_path), "--out", str(tmp_path / "both.csv"))
     assert code == 0
     assert "of 10 ranks in 4 groups" in text
-    content = page.read_text()
-    assert "http://" not in content.replace("http://www.w3.org", "")
-    assert "https://" not in content
-    data = re.search(r"^const trace = (.*);$", content, re.MULTILINE)
-    assert data is not None
-    assert {event["pid"] for event in json.loads(data[1])["traceEvents"]} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("name", ["pytorch", "kineto"])
+def test_report_writes_what_other_tools_read(
+    name: str, job: ProcessWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live, kept = tmp_path / "live", tmp_path / "kept"
+    looking = ("--seconds", "0", "--job", str(job.pids[0]))
+    assert main(["report", "--out", str(tmp_path / "t.json"), *looking]) == 0
+    for out, source in ((live, looking), (kept, ("--from", str(tmp_path / "t.json")))):
+        code, text = run(capsys, "report", "--out", str(out), "--format", name, *source)
+        assert code == 0, text
+        assert f"{out}: " in text
+        assert [path.name.partition(".")[0] for path in sorted(out.iterdir())] == [
+            "rank_0",
+            "rank_1",
+            "rank_2",
+        ]
 
 
 def test_nothing_is_left_of_a_job_that_was_killed(job: ProcessWorld) -> None:
@@ -243,7 +287,7 @@ def test_a_process_without_a_job_is_said_to_be_one(
     with bystander() as pid:
         code, text = run(capsys, *command, "--job", str(pid))
     assert code == 1
-    assert f"process {pid} is of no job of this user that runs on this host" in text
+    assert f"process {pid} belongs to no running job of this user on this host" in text
     assert not os.path.exists("never.json")
 
 
@@ -303,7 +347,7 @@ def test_a_foreign_file_is_named_and_left_alone(capsys: pytest.CaptureFixture[st
     with bystander("os.write(os.memfd_create('torchestra:not one'), b'something else')") as pid:
         code, text = run(capsys, "top", "--once", "--job", str(pid))
     assert code == 1
-    assert f"process {pid}: this is no arena of torchestra: it is not a sealed memory file" in text
+    assert f"process {pid}: this is not an arena of torchestra: it is not a sealed memory file" in text
 
 
 def test_threads_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,9 +366,8 @@ def test_threads_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["report", "--out", "trace.txt"], "must end in .json or .html, got 'trace.txt'"),
         (["top", "--interval", "0"], "must be between 0.05 and 3600 seconds, got 0"),
-        (["report"], "the following arguments are required: --out"),
+        (["report", "--seconds", "-1"], "must be between 0 and 3600 seconds, got -1"),
         (["report", "--out", "x.json", "--job", "1", "--from", "y"], "not allowed with argument"),
     ],
 )
@@ -336,20 +379,50 @@ def test_wrong_arguments(arguments: list[str], told: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"traceEvents": [3]}', '{"traceEvents": [{"ph": "X"}]}']
+    ("arguments", "told"),
+    [
+        (
+            ["--out", "x.txt"],
+            "--out must end in .json, .csv, .parquet, or be a directory for --format",
+        ),
+        (
+            ["--out", "x.csv", "--format", "kineto"],
+            "--format kineto writes into a directory, got --out x.csv",
+        ),
+        (["--format", "kineto"], "--format kineto needs a directory: --out DIRECTORY"),
+    ],
+)
+def test_a_path_that_does_not_suit_the_format(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "report", *arguments)
+    assert code == 1
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"traceEvents": [3]}',
+        '{"traceEvents": [{"ph": "X"}]}',
+        '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "name": "by another program"}]}',
+    ],
 )
 def test_what_is_no_trace_is_refused(
     content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    code, text = run(capsys, "report", "--out", str(tmp_path / "x.html"), "--from", str(path))
+    code, text = run(capsys, "report", "--out", str(tmp_path / "x.csv"), "--from", str(path))
     assert code == 1
     assert f"{path} is not a trace that torchestra has written" in text
-    code, text = run(capsys, "report", "--out", "x.html", "--from", str(tmp_path / "none"))
+    code, text = run(capsys, "report", "--out", "x.csv", "--from", str(tmp_path / "none"))
     assert code == 1
     (tmp_path / "empty").mkdir()
-    code, text = run(capsys, "report", "--out", "x.html", "--from", str(tmp_path / "empty"))
+    code, text = run(capsys, "report", "--out", "x.csv", "--from", str(tmp_path / "empty"))
     assert (code, text.count("there are no traces")) == (1, 1)
 
 

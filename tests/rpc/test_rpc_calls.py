@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -290,6 +293,36 @@ def call_async() -> None:
 
 def test_async_execution(kind: str) -> None:
     rpc_workers.first(kind, 3, call_async)
+
+
+class Held:
+    """What a frame knows."""
+
+    def fail(self) -> None:
+        fail(ValueError("late"))
+
+
+def call_that_fails(begin: Callable[[], object]) -> weakref.ref[Held]:
+    held = Held()
+    with pytest.raises(ValueError, match="late"):
+        begin()
+    return weakref.ref(held)
+
+
+def fail_and_look() -> None:
+    rref = rpc.remote("worker1", Held)
+    calls: list[Callable[[], object]] = [
+        lambda: rpc.rpc_sync("worker1", fail, (ValueError("late"),)),
+        lambda: rpc.remote("worker1", fail, (ValueError("late"),)).to_here(),
+        lambda: rref.rpc_sync().fail(),
+    ]
+    left = [call_that_fails(call) for call in calls]
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(calls)
+
+
+def test_the_error_of_a_call_does_not_keep_the_callers_frames(kind: str) -> None:
+    rpc_workers.first(kind, 2, fail_and_look)
 
 
 def call_too_long() -> None:

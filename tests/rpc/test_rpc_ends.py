@@ -39,17 +39,17 @@ def make() -> torch.Tensor:
     return torch.ones(2)
 
 
-def begin_on(road: str, **options: object) -> int:
-    """On a process rank: become a worker, to which this road leads from all others."""
+def begin_on(transport: str, **options: object) -> int:
+    """On a process rank: become a worker, which all others reach by this transport."""
     rank = dist.get_rank()
-    if road == "wire":
+    if transport == "wire":
         os.environ["TORCHESTRA_HOST_ID"] = f"host{rank}"
         options["secret"] = rpc_workers.SECRET
     return rpc_workers.begin(rank, **options)
 
 
-def live_on(road: str) -> tuple[float, str]:
-    rank = begin_on(road)
+def live_on(transport: str) -> tuple[float, str]:
+    rank = begin_on(transport)
     if rank == 2:
         worlds.leave_note("ready")
         time.sleep(60)
@@ -80,9 +80,9 @@ def live_on(road: str) -> tuple[float, str]:
     return took, str(errors[0])
 
 
-@pytest.mark.parametrize("road", ["arena", "wire"])
-def test_a_worker_that_is_killed_is_named_and_the_others_go_on(road: str) -> None:
-    with worlds.processes(3, live_on, road) as world:
+@pytest.mark.parametrize("transport", ["arena", "wire"])
+def test_a_worker_that_is_killed_is_named_and_the_others_go_on(transport: str) -> None:
+    with worlds.processes(3, live_on, transport) as world:
         for rank in (0, 1):
             world.await_file(f"calls-{rank}")
         world.signal(2, signal.SIGKILL)
@@ -90,12 +90,14 @@ def test_a_worker_that_is_killed_is_named_and_the_others_go_on(road: str) -> Non
     for outcome in ended:
         took, message = outcome.result()
         assert took < 20
-        assert f"died ({'killed by SIGKILL' if road == 'arena' else 'its connection has ended'})" in message
+        assert (
+            f"died ({'killed by SIGKILL' if transport == 'arena' else 'its connection has ended'})" in message
+        )
         assert "'worker2' (rank 2)" in message
 
 
-def interrupted(road: str) -> int:
-    rank = begin_on(road, rpc_timeout=20.0)
+def interrupted(transport: str) -> int:
+    rank = begin_on(transport, rpc_timeout=20.0)
     large = torch.arange(1 << 24, dtype=torch.int32)
     count = 0
     if rank == 0:
@@ -112,20 +114,20 @@ def interrupted(road: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("road", ["arena", "wire"])
-def test_ctrl_c_while_a_large_message_moves_leaves_the_workers_usable(road: str) -> None:
-    with worlds.processes(2, interrupted, road) as world:
+@pytest.mark.parametrize("transport", ["arena", "wire"])
+def test_ctrl_c_while_a_large_message_moves_leaves_the_workers_usable(transport: str) -> None:
+    with worlds.processes(2, interrupted, transport) as world:
         world.await_file("calling")
         world.signal(0, signal.SIGINT)
         for ended in world.finish():
             ended.result()
 
 
-def fork_in_between(road: str) -> None:
-    rank = begin_on(road)
+def fork_in_between(transport: str) -> None:
+    rank = begin_on(transport)
     for _ in range(3):
         rpc.rpc_sync(1 - rank, echo, (torch.ones(100_000),))
-        with current_agent().pool._gate:  # as one of its threads may have it just then
+        with current_agent().pool._lock:  # as one of its threads may have it just then
             child = os.fork()
             if child == 0:
                 try:
@@ -138,9 +140,9 @@ def fork_in_between(road: str) -> None:
     rpc.shutdown()
 
 
-@pytest.mark.parametrize("road", ["arena", "wire"])
-def test_a_forked_child_is_refused_and_disturbs_nobody(road: str) -> None:
-    worlds.run("processes", 2, fork_in_between, road)
+@pytest.mark.parametrize("transport", ["arena", "wire"])
+def test_a_forked_child_is_refused_and_disturbs_nobody(transport: str) -> None:
+    worlds.run("processes", 2, fork_in_between, transport)
 
 
 def miss_a_silent_one() -> str:
@@ -228,27 +230,28 @@ def _start_calls(rank: int) -> None:
         rpc.rpc_async((rank + 1) % 3, call_back, (12,))
 
 
-def _begin_again(road: str) -> None:
+def _begin_again(transport: str) -> None:
     for _ in range(3):
-        rank = begin_on(road) if dist.get_backend() == "native" else rpc_workers.begin()
+        rank = begin_on(transport) if dist.get_backend() == "native" else rpc_workers.begin()
         assert rpc.rpc_sync(1 - rank, echo, (rank,)) == rank
         rpc.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("kind", "road"), [("threads", "arena"), ("processes", "arena"), ("processes", "wire")]
+    ("kind", "transport"), [("threads", "arena"), ("processes", "arena"), ("processes", "wire")]
 )
-def test_rpc_can_begin_again_and_leaves_nothing(kind: str, road: str) -> None:
-    worlds.run(kind, 2, _begin_again_and_look if kind == "processes" else _begin_again, road)
+def test_rpc_can_begin_again_and_leaves_nothing(kind: str, transport: str) -> None:
+    before = set(threading.enumerate())
+    worlds.run(kind, 2, _begin_again_and_look if kind == "processes" else _begin_again, transport)
     deadline = time.monotonic() + 10
-    while left := [each.name for each in threading.enumerate() if each.name.startswith("rpc-")]:
+    while left := rpc_workers.threads_since(before):
         assert time.monotonic() < deadline, left
 
 
 def _left_of_rpc() -> list[Any]:
     """Return what there is of RPC in this process: its threads, and the memory of its arenas."""
     gc.collect()
-    threads = [each for each in threading.enumerate() if each.name.startswith("rpc-")]
+    threads: list[Any] = rpc_workers.threads_since(())
     return threads + [each for each in (*worlds.mappings(), *worlds.descriptors()) if "rpc of" in each]
 
 
@@ -259,11 +262,11 @@ def _await_nothing_left() -> None:
         time.sleep(0.01)
 
 
-def _begin_again_and_look(road: str) -> None:
-    _begin_again(road)  # what is made once and kept has been made
+def _begin_again_and_look(transport: str) -> None:
+    _begin_again(transport)  # what is made once and kept has been made
     _await_nothing_left()
     before = len(worlds.mappings()), worlds.descriptors(), threading.active_count()
-    _begin_again(road)
+    _begin_again(transport)
     _await_nothing_left()
     assert len(worlds.mappings()) <= before[0]
     assert worlds.descriptors() - before[1] == set()
@@ -343,9 +346,10 @@ def _end_without_shutdown() -> None:
 
 
 def test_a_thread_that_ends_without_shutdown_is_told_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
     worlds.run("threads", 2, _end_without_shutdown)
     deadline = time.monotonic() + 20
-    while left := [each.name for each in threading.enumerate() if each.name.startswith("rpc-")]:
+    while left := rpc_workers.threads_since(before):
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
 
@@ -362,7 +366,7 @@ def hold_acceptance_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def look(agent: Agent) -> bool:
         found: bool = is_quiet(agent)
-        if agent.rank == 1 and about_to.is_set() and not found:
+        if agent.number == 1 and about_to.is_set() and not found:
             seen.set()
         return found
 
@@ -392,7 +396,7 @@ def wait_until_passed() -> bool:
 
 
 def time_out_though_yielding_takes_long() -> None:
-    current_agent().router.context.set_word(at.YIELDS, 1 << 40)
+    current_agent().router.context.store_word(at.YIELDS, 1 << 40)
     _passed.clear()
     try:
         with pytest.raises(RpcTimeoutError):

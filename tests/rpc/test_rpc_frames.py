@@ -12,7 +12,7 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 
-MOST_FRAMES = 35
+MAX_FRAMES = 35
 REPEATS = 20
 _called: list[str] = []
 
@@ -49,7 +49,7 @@ def count_frames() -> int:
             spans.append(list(_called))
         there, here = rpc.rpc_sync("worker1", called_between_calls), min(spans, key=len)
         frames = len(here) + len(there)
-        assert frames <= MOST_FRAMES, f"at the caller {here}, at the worker called {there}"
+        assert frames <= MAX_FRAMES, f"at the caller {here}, at the worker called {there}"
     rpc.shutdown()
     threading.setprofile(None)
     return frames

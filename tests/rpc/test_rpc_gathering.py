@@ -68,14 +68,21 @@ def twice(tensor: torch.Tensor) -> torch.Tensor:
     return tensor + tensor
 
 
+def refused(tensor: torch.Tensor) -> torch.Tensor:
+    raise ValueError("on purpose")
+
+
 def call_scripts() -> None:
     assert rpc.rpc_sync("worker1", _twice, (torch.ones(2),)).tolist() == [2, 2]
     module = _script(torch.nn.Linear(2, 2))
     inputs = torch.ones(1, 2)
     assert torch.equal(rpc.rpc_sync("worker1", module, (inputs,)), module(inputs))
+    for kind in (torch.jit.Error, RuntimeError):  # the script's own kind, and what torch's agents raise
+        with pytest.raises(kind, match="on purpose"):
+            rpc.rpc_sync("worker1", _refused, (torch.ones(2),))
 
 
 def test_scripts_are_called_by_name_and_modules_sent_as_they_are() -> None:
-    global _twice
-    _twice = _script(twice)
+    global _twice, _refused
+    _twice, _refused = _script(twice), _script(refused)
     rpc_workers.first("threads", 2, call_scripts)

@@ -1,4 +1,4 @@
-"""The road between hosts: who is let in, how messages are cut, and what leads where."""
+"""Remote calls between hosts: who is let in, how messages are cut, and which addresses are used."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
 # -- trust
 
 
-def test_a_card_is_believed_from_who_knows_the_secret_only() -> None:
-    card = EndpointRecord("tcp://10.0.0.1:4000", b"k" * 40)
-    text = card.encode(b"secret", "meeting/1")
-    assert read_endpoint(text, b"secret", "meeting/1", "worker 'worker1'") == card
+def test_an_endpoint_record_is_believed_from_who_knows_the_secret_only() -> None:
+    record = EndpointRecord("tcp://10.0.0.1:4000", b"k" * 40)
+    text = record.encode(b"secret", "meeting/1")
+    assert read_endpoint(text, b"secret", "meeting/1", "worker 'worker1'") == record
     forged = text.replace(b"10.0.0.1", b"10.0.0.2")
     for wrong in (
         (forged, b"secret", "meeting/1"),
@@ -216,7 +216,7 @@ def test_strangers_on_the_port_are_dropped_and_nothing_of_them_is_read() -> None
     with wires_that_meet(
         lambda message: came.append(message.tag), lambda wire: knock(*wire.endpoint)
     ) as wires:
-        assert wires[0].strangers >= 1
+        assert wires[0].refused_connections >= 1
         assert all(is_shut(wire.endpoint.address) for wire in wires), "the port is open though all have come"
         text = np.zeros(10, np.uint8)
         wires[1].send(0, 1, 7, parts_of([text]), text)
@@ -306,8 +306,8 @@ def send_too_much(rank: int, length: int) -> None:
     other, much = 1 - rank, [torch.zeros(length), torch.zeros(length), torch.zeros(1)]
     with pytest.raises(RpcError, match=rf"there is no memory here for the {length * 4} bytes of a tensor"):
         rpc.rpc_sync(other, echo, (much,))
-    with pytest.raises(RpcError, match=rf"result of .*give_much.* no memory here for the {length * 4}"):
-        rpc.rpc_sync(other, give_much, (1.0, length))
+    with pytest.raises(RpcError, match=rf"result of .*give_two.* no memory here for the {length * 4}"):
+        rpc.rpc_sync(other, give_two, (length,))
     assert rpc.rpc_sync(other, echo, (3,)) == 3
 
 
@@ -398,8 +398,12 @@ def test_two_hosts_of_two_workers_use_the_arena_within_and_the_wire_between() ->
     assert rpc_workers.run("hosts", 4, take_both_routes) == [[1, 3], [0, 2], [1, 3], [0, 2]]
 
 
-def give_much(number: float, length: int = 1 << 15) -> torch.Tensor:
-    return torch.full((length,), number)
+def give_two(length: int) -> list[torch.Tensor]:
+    return [torch.zeros(length), torch.zeros(1)]
+
+
+def give_much(number: float) -> torch.Tensor:
+    return torch.full((1 << 15,), number)
 
 
 @rpc.functions.async_execution
@@ -416,7 +420,7 @@ def exchange_much(rank: int) -> None:
 
 
 def test_workers_whose_answers_wait_for_room_still_receive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchestra.transport.pair, "_MOST_QUEUED", 1 << 18)
+    monkeypatch.setattr(torchestra.transport.pair, "_MAX_QUEUED", 1 << 18)
     rpc_workers.run("hosts", 2, exchange_much)
 
 
@@ -469,7 +473,7 @@ def test_the_last_messages_arrive_although_the_sender_closes() -> None:
 
 
 def test_an_address_where_nobody_listens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchestra.transport.pair, "AGAIN_FOR_SECONDS", 0.1)
+    monkeypatch.setattr(torchestra.transport.pair, "RETRY_SECONDS", 0.1)
     with socket.create_server((HERE, 0)) as free:
         port = free.getsockname()[1]
     wire = Transport("lonely", HERE, None, 30.0, print, advice="Ask.")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,16 +22,32 @@ from torchestra.engine import p2p
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.errors import RpcTimeoutError
+from torchestra.rpc import plain
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.messages import CALL, address_of, decode, encode, to_self
+from torchestra.rpc.messages import ANSWER, CALL, TENSOR_ANSWER, address_of, decode, encode, to_self
+
+LONGEST = 5.0
 
 
 def through(value):
     return decode(to_self(0, CALL, 1, encode(value)))
 
 
+def through_plain(tensor):
+    """As :func:`through`, of an ordinary tensor as the only content; None for others."""
+    encoded = plain.encode_tensor(tensor, None, {})
+    if encoded is None:
+        return None
+    return plain.decode_tensor(to_self(0, TENSOR_ANSWER, 1, encoded), None, 0, {})
+
+
 def echo(value):
     return value
+
+
+def plus(value, number):
+    return value + number
 
 
 def change_first(values):
@@ -54,14 +73,16 @@ def test_every_tensor_arrives_as_it_is(dtype, shape, step, offset, grad) -> None
         base[offset : offset + step * count : step].reshape(shape).permute(tuple(range(len(shape)))[::-1])
     )
     tensor.requires_grad_(grad and dtype.is_floating_point)
-    found = through({"here": [tensor]})["here"][0]
-    assert (found.dtype, found.shape, found.requires_grad) == (
-        tensor.dtype,
-        tensor.shape,
-        tensor.requires_grad,
-    )
-    assert torch.equal(found, tensor)
-    assert found.is_leaf
+    alone = through_plain(tensor)
+    assert (alone is not None) == (tensor.is_contiguous() and tensor.numel() > 0)
+    for found in filter(lambda found: found is not None, (through({"here": [tensor]})["here"][0], alone)):
+        assert (found.dtype, found.shape, found.requires_grad) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.requires_grad,
+        )
+        assert torch.equal(found, tensor)
+        assert found.is_leaf
 
 
 def test_views_share_their_storage_and_only_what_they_reach_is_sent() -> None:
@@ -159,7 +180,8 @@ def shared() -> int:
 
 def share_and_release() -> None:
     large = torch.arange(1 << 18)
-    kept = [rpc.rpc_sync("worker1", echo, (large + number,)) for number in range(4)]
+    kept = [rpc.rpc_sync("worker1", torch.add, (large, number)) for number in range(2)]
+    kept += [rpc.rpc_sync("worker1", plus, (large, number)) for number in range(2, 4)]
     assert rpc.rpc_sync("worker1", shared) == 4
     kept[0].add_(1)  # shared memory is the borrower's own
     assert torch.equal(kept[1], large + 1)
@@ -171,6 +193,105 @@ def share_and_release() -> None:
 @pytest.mark.parametrize("kind", worlds.KINDS)
 def test_shared_buffers_come_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
     rpc_workers.first(kind, 2, share_and_release)
+
+
+_kept: list[torch.Tensor] = []
+
+
+def keep(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    _kept[:] = [value]
+    return value.requires_grad_(requires_grad)
+
+
+def change_kept() -> None:
+    _kept.pop().detach().fill_(-1)
+
+
+def to_sparse(value: torch.Tensor) -> torch.Tensor:
+    return value.to_sparse()
+
+
+def double_half(value: torch.Tensor) -> torch.Tensor:
+    value.mul_(2)
+    return value[: value.numel() // 2]
+
+
+def half_and_whole(value: torch.Tensor) -> list[torch.Tensor]:
+    return [value[: value.numel() // 2], value]
+
+
+def give_back() -> None:
+    large = torch.arange(1 << 18)
+    found = rpc.rpc_sync("worker1", echo, (large,))
+    assert (shared(), rpc.rpc_sync("worker1", shared)) == (1, 0)
+    found.add_(1)
+    assert torch.equal(rpc.rpc_sync("worker1", double_half, (large,)), 2 * large[: 1 << 17])
+    assert torch.equal(large, torch.arange(1 << 18))
+    for requires_grad in (False, True):
+        kept = rpc.rpc_sync("worker1", keep, (large.float(), requires_grad))
+        rpc.rpc_sync("worker1", change_kept)
+        assert torch.equal(kept, large.float())
+        assert kept.requires_grad == requires_grad
+    assert torch.equal(rpc.rpc_sync("worker1", to_sparse, (large[:5],)).to_dense(), large[:5])
+    half, whole = rpc.rpc_sync("worker1", half_and_whole, (large,))
+    assert half.data_ptr() == whole.data_ptr()
+    del found, kept, half, whole
+    assert (shared(), rpc.rpc_sync("worker1", shared)) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", worlds.KINDS)
+def test_a_buffer_goes_back_without_a_copy_if_nobody_else_has_the_tensor_in_it(kind: str) -> None:
+    rpc_workers.first(kind, 2, give_back)
+
+
+_has_looked = threading.Event()
+
+
+def look_while_it_is_being_answered() -> None:
+    large = torch.arange(1 << 18)
+    for function in (half_and_whole, to_sparse, torch.neg):
+        _has_looked.clear()
+        rpc.rpc_sync("worker1", function, (large,))
+        assert shared() == 0, function
+        _has_looked.set()
+
+
+def test_a_buffer_is_free_as_soon_as_the_answer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the thread that has sent the answer goes on."""
+    send = p2p.Endpoint.send
+
+    def return_late(self: p2p.Endpoint, peer: int, kind: int, *args: Any) -> None:
+        send(self, peer, kind, *args)
+        if kind in (ANSWER, TENSOR_ANSWER):
+            assert _has_looked.wait(LONGEST)
+
+    monkeypatch.setattr(p2p.Endpoint, "send", return_late)
+    rpc_workers.first("threads", 2, look_while_it_is_being_answered)
+
+
+_may_answer = threading.Event()
+
+
+def answer_late(value: Any) -> Any:
+    assert _may_answer.wait(LONGEST)
+    return value
+
+
+def drop_late_answers() -> None:
+    large = torch.arange(1 << 18)
+    _may_answer.clear()
+    for value in (large, [large, large + 1], large.float().requires_grad_()):
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("worker1", answer_late, (value,), timeout=0.01)
+    _may_answer.set()
+    deadline = time.monotonic() + LONGEST
+    while shared() or rpc.rpc_sync("worker1", shared):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_shared_buffers_of_answers_that_come_too_late_come_back() -> None:
+    rpc_workers.first("threads", 2, drop_late_answers)
 
 
 def keep_what_was_shared(rank: int) -> torch.Tensor | None:

@@ -46,8 +46,8 @@ def call_while_time_jumps() -> None:
     """The clock of the worker finds that much time has passed, as it does when the process was stopped."""
     future = rpc.rpc_async("worker1", answer_late, ("go",), timeout=20.0)
     agent = current_agent()
-    agent.clock._looked -= 100.0
-    agent.liveness.check()
+    agent.clock._last_read -= 100.0
+    agent.check()
     assert agent.pending
     worlds.leave_note("go")
     assert future.wait() == 5
@@ -60,13 +60,13 @@ def test_time_in_which_the_process_was_stopped_does_not_count_for_calls() -> Non
 def test_a_worker_whose_connection_has_ended_is_not_gone_because_this_process_paused() -> None:
     """What it sent before may not have been read: whatever reads it has paused as well."""
     peer = PairConnection.__new__(PairConnection)
-    peer.joined, peer.how, peer.received_at = True, "", 0.0
-    peer._monitor, peer._ended, peer._looked = None, 0.0, 0.1
-    peer.look(0.6, 60.0)
-    assert not peer.how
+    peer.joined, peer.end_reason, peer.received_at = True, "", 0.0
+    peer._monitor, peer._ended, peer._last_check = None, 0.0, 0.1
+    peer.check(0.6, 60.0)
+    assert not peer.end_reason
     peer.received_at = 0.6  # something has come
-    peer.look(1.1, 60.0)
-    assert not peer.how
+    peer.check(1.1, 60.0)
+    assert not peer.end_reason
     for tick in range(1, 6):
-        peer.look(1.1 + tick / 20, 60.0)
-    assert peer.how == "died (its connection has ended)"
+        peer.check(1.1 + tick / 20, 60.0)
+    assert peer.end_reason == "died (its connection has ended)"

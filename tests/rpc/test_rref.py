@@ -178,19 +178,19 @@ def fail_to_create() -> None:
     raise KeyError("no value")
 
 
-_gate = threading.Event()
+_lock = threading.Event()
 
 
 def close_gate() -> None:
-    _gate.clear()
+    _lock.clear()
 
 
 def open_gate() -> None:
-    _gate.set()
+    _lock.set()
 
 
 def pass_gate() -> None:
-    assert _gate.wait(30)
+    assert _lock.wait(30)
 
 
 def use_what_has_no_value() -> None:
@@ -269,7 +269,7 @@ def die_at_any_moment() -> None:
         return call(*args, **kwargs)
 
     agent.call = watched_call
-    with agent.pool._gate:  # as if the garbage collector ran while a thread of the pool is added
+    with agent.pool._lock:  # as if the garbage collector ran while a thread of the pool is added
         del rref
         assert here not in calls
     await_counts(1, NOTHING)

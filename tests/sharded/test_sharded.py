@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchestra as dist
+from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.sharded import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
 from worlds import KINDS, outcomes, run
@@ -242,3 +243,21 @@ def test_where_to_gather_must_be_told_on_one_rank() -> None:
             init_from_local_shards([], 6, 10, init_rrefs=True)
 
     run("threads", 2, body)
+
+
+def from_everybodys_metadata() -> None:
+    """By torch's private names: with a collective, and without when the metadata are known."""
+    rank = dist.get_rank()
+    first = ShardedTensor._init_from_local_shards(halves(rank), 6, 10)
+    again = ShardedTensor._init_from_local_shards_and_global_metadata(halves(rank), first.metadata())
+    out = torch.zeros(6, 10) if rank == 0 else None
+    again.gather(0, out)
+    assert out is None or torch.equal(out, WHOLE)
+    with pytest.raises(InvalidArgumentError, match="the metadata place"):
+        ShardedTensor._init_from_local_shards_and_global_metadata(quarters(rank), first.metadata())
+    with pytest.raises(InvalidArgumentError, match="the metadata place"):
+        ShardedTensor._init_from_local_shards_and_global_metadata([], first.metadata())
+
+
+def test_torchs_private_makers() -> None:
+    run("threads", 2, from_everybodys_metadata)

@@ -57,8 +57,8 @@ def test_who_has_the_key_gets_the_same_memory_and_store(threads: bool) -> None:
     offer = make_offer(2, "g", threads=threads)
     try:
         transfer = until(answer_in_background(offer.key, threads), offer)
-        offer.transfer.arena.set_word(4096, 77)
-        assert transfer.arena.word(4096) == 77
+        offer.transfer.arena.store_word(4096, 77)
+        assert transfer.arena.load_word(4096) == 77
         assert (transfer.arena is offer.transfer.arena) == threads
         offer.transfer.store.set("key", b"value")
         assert transfer.store.get("key") == b"value"

@@ -42,10 +42,10 @@ def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
     assert not one.propose(stale, (1, 2), bytes(32)), "one proposal a round"
     first = two.ballot()
     assert (first.epoch, first.state, first.proposer, first.survivors) == (1, State.PROPOSED, 0, (0, 1, 2))
-    assert two.unready(first) == {0, 1, 2}
+    assert two.unacknowledged(first) == {0, 1, 2}
     for view in (zero, one):
-        view.get_ready(first)
-    assert two.unready(first) == {2}
+        view.acknowledge(first)
+    assert two.unacknowledged(first) == {2}
     assert two.void(first)
     assert not zero.commit(first), "what was voided cannot be committed"
     assert not zero.void(first)
@@ -54,7 +54,7 @@ def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
     assert propose(one, (0, 1))
     second = zero.ballot()
     assert second.survivors == (0, 1)
-    assert two.unready(second) == {0, 1}, "who was ready for one round is not for the next"
+    assert two.unacknowledged(second) == {0, 1}, "who was ready for one round is not for the next"
     assert one.commit(second)
     assert not two.void(second)
     assert not propose(two, (2,))
@@ -69,10 +69,10 @@ def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
 
 def test_who_comes_and_who_is_excluded_is_seen_by_all() -> None:
     zero, one, two = views(3)
-    one.come()
-    two.come()
-    two.stop_coming()
-    assert zero.coming() == {1}
+    one.announce()
+    two.announce()
+    two.withdraw()
+    assert zero.candidates() == {1}
     zero.exclude([2])
     one.exclude([2])
     assert one.excluded() == {2: 0}, "the first to say so is named"

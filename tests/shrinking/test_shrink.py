@@ -238,7 +238,7 @@ def shrink_while_another_rank_waits() -> str:
         world().shrink()
         return error
     context = world().communicator.engine.context
-    while context.arena.progress(1) >> at.STEP_BITS <= context.word(at.SEQUENCE):
+    while context.arena.progress(1) >> at.STEP_BITS <= context.load_word(at.SEQUENCE):
         time.sleep(0.001)  # until rank 1 has begun what this rank has not
     world().shrink()
     return ""

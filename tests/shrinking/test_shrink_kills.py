@@ -48,7 +48,7 @@ def left_behind() -> list[str]:
     open_here = {name.split(" ", 1)[1] for name in descriptors()}
     with open("/proc/net/unix") as file:
         sockets = {f"socket:[{line.split()[6]}]" for line in file if "@torchestra-" in line}
-    left = [name for name in open_here if "pidfd" in name or "memfd" in name or name in sockets]
+    left = [name for name in open_here if "pidfd" in name or "memfd:torchestra" in name or name in sockets]
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return left + mappings() + threads
 
@@ -80,7 +80,7 @@ def lose_two(victim: int, step: str, when: str) -> tuple[tuple[int, ...], list[s
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", ["come", "propose", "get_ready", "commit"])
+@pytest.mark.parametrize("step", ["announce", "propose", "acknowledge", "commit"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_second_rank_may_die_at_any_step_of_shrinking(victim: int, step: str, when: str) -> None:
     """Rank 0 is the one that proposes. Who commits is open: the victim may not come to it, and then lives."""
@@ -89,7 +89,7 @@ def test_a_second_rank_may_die_at_any_step_of_shrinking(victim: int, step: str, 
     alive = tuple(rank for rank in range(4) if not isinstance(ended[rank].error, RankDied))
     assert set(alive) >= {0, 1, 2} - {victim}
     assert 3 not in alive
-    if step in ("come", "get_ready") or (step, victim) == ("propose", 0):
+    if step in ("announce", "acknowledge") or (step, victim) == ("propose", 0):
         assert victim not in alive
     assert [ended[rank].result() for rank in alive] == [(alive, [])] * len(alive)
 
@@ -101,7 +101,7 @@ def lose_all_others() -> tuple[tuple[int, ...], list[str]]:
     if rank == 2:
         die()
     if rank == 1:
-        die_at("come", "after")
+        die_at("announce", "after")
     if rank == 0:
         die_at("propose", "after")
     until_it_fails()

@@ -132,7 +132,7 @@ def test_any_answer_is_a_result_or_an_error_of_torchestra(
     ],
 )
 def test_a_senseless_answer_is_told_as_such(liar: Liar, request_name: str, answer: bytes, words: str) -> None:
-    whole = rf"an answer that makes no sense \(.*{words}.*use the same torchestra"
+    whole = rf"an invalid answer \(.*{words}.*use the same torchestra"
     with pytest.raises(DistNetworkError, match=whole):
         told(liar, request_name, answer)
 

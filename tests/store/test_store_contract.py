@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from replicas import StoreWithReplicas
 from store_contract import CHECKS, OPTIONAL, check_store
 
 from torchestra.errors import InvalidArgumentError
@@ -72,6 +73,10 @@ def secret_store(path: Path) -> Store:
     return TCPStore("localhost", 0, 1, is_master=True, secret="between us")
 
 
+def replicated_store(path: Path) -> Store:
+    return StoreWithReplicas(3)
+
+
 def own_store(path: Path) -> Store:
     return OwnStore()
 
@@ -91,11 +96,13 @@ KINDS: dict[str, tuple[Callable[[Path], Store], frozenset[str]]] = {
     "tcp": (tcp_store, frozenset()),
     "unix": (unix_store, frozenset()),
     "tcp with a secret": (secret_store, frozenset()),
+    "replicated": (replicated_store, frozenset()),
     "own": (own_store, OPTIONAL),
     "torch's": (torch_store, frozenset({"queue_push"})),
     "prefix over hash": (prefixed(hash_store), frozenset()),
     "prefix over file": (prefixed(file_store), frozenset()),
     "prefix over tcp": (prefixed(tcp_store), frozenset()),
+    "prefix over replicated": (prefixed(replicated_store), frozenset()),
     "prefix over own": (prefixed(own_store), OPTIONAL),
 }
 

@@ -268,7 +268,7 @@ def test_a_symbolic_link_is_not_followed(path: Path) -> None:
 
 def test_a_pipe_is_refused(path: Path) -> None:
     os.mkfifo(path, 0o600)
-    with pytest.raises(InvalidArgumentError, match="it is no regular file"):
+    with pytest.raises(InvalidArgumentError, match="it is not a regular file"):
         FileStore(path)
 
 

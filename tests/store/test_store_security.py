@@ -325,7 +325,7 @@ def test_a_stranger_that_sends_byte_by_byte_has_a_limited_time(monkeypatch: pyte
                 pass
             dropped.set()
         assert dropped.is_set()
-        assert server._strangers == {}
+        assert server._unauthenticated == {}
 
 
 def approaches() -> Iterator[bytes]:
@@ -365,10 +365,10 @@ def test_ten_thousand_strangers_disturb_nobody() -> None:
                 newcomer = TCPStore(server.host, server.port, secret=SECRET, timeout=LONG)
                 assert newcomer.add("served", 1) == number // 100 + 2
                 newcomer.close()
-                assert len(server._strangers) <= server_module.MOST_STRANGERS
+                assert len(server._unauthenticated) <= server_module.MAX_UNAUTHENTICATED
             if len(crowd) > 400:
                 crowd.pop(number % 7 * 50).close()
-        assert len(os.listdir("/proc/self/fd")) <= descriptors + 400 + server_module.MOST_STRANGERS + 20
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 400 + server_module.MAX_UNAUTHENTICATED + 20
         for stranger in crowd:
             stranger.close()
         assert client.list_keys() == ["served"]

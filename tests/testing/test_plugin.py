@@ -332,7 +332,7 @@ def test_ranks_as_processes(pytester: pytest.Pytester) -> None:
     assert "about to fail 1" in text
     assert "taken down" in text
     assert "the process of rank 0 ended with signal 9" in text
-    assert "rank 1 of 2 processes had not ended after 2.875 s" in text
+    assert "rank 1 of 2 processes had not ended after 3.875 s" in text
     assert "in test_hangs" in text
 
 
@@ -394,6 +394,13 @@ def test_in_the_default_group_of_torch():
     from torchestra.interop.torch_distributed import inner_group
     inner_group(td.group.WORLD)
 
+@pytest.mark.ranks(2, world="torch", backend="gloo")
+def test_on_gloo_itself():
+    tensor = torch.ones(2)
+    td.all_reduce(tensor)
+    assert tensor.tolist() == [2.0, 2.0] and td.get_backend() == "gloo"
+    assert type(td.group.WORLD) is td.ProcessGroup
+
 @pytest.mark.ranks(2, world="torch", init=False)
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_program_makes_its_group_itself(again):
@@ -448,7 +455,7 @@ def test_afterwards_gloo_is_gloo():
 def test_ranks_in_the_world_of_torch_distributed(pytester: pytest.Pytester) -> None:
     """One run for all: what it takes to load torch for it costs more than the tests."""
     result = run_apart(pytester, TORCH_WORLD, "-v", "-rf")
-    result.assert_outcomes(passed=5, failed=10)
+    result.assert_outcomes(passed=6, failed=10)
     text = result.stdout.str()
     for kind in ("processes", "threads"):
         _, _, hang = text.partition(f" test_waits_for_a_rank_that_sleeps[2-{kind}] _")

@@ -2,7 +2,7 @@
 
 A kernel goes on without looking at the others until it meets a wait that is not over; so whatever can happen
 between ranks, short of two copies at the very same moment, is one of the orders in which their kernels can be
-called when no wait has patience. :class:`Baton` calls them in an order that a seed decides, the same each
+called when no wait blocks. :class:`KernelScheduler` calls them in an order that a seed decides, the same each
 time. A protocol that relies on luck, say on a reader being faster than a writer, fails in some of these.
 """
 
@@ -28,17 +28,17 @@ KERNELS: dict[str, Any] = {
 _LIMIT_S = 60.0
 
 
-class Stuck(Exception):
+class Deadlock(Exception):
     """All ranks wait, and none for anything that will come."""
 
 
-class Baton:
-    """Who may call a kernel. Every rank calls :meth:`conduct` once, and :meth:`leave` at its end."""
+class KernelScheduler:
+    """Who may call a kernel. Every rank calls :meth:`attach` once, and :meth:`leave` at its end."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.calls = 0
         self._size = size
-        self._dice = random.Random(seed)
+        self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._playing = set(range(size))
         self._ready: set[int] = set()
@@ -47,11 +47,11 @@ class Baton:
         self._progress: list[int] = []
         self._failed = False
 
-    def conduct(self, engine: LocalEngine, kernels: dict[str, Kernel] | None = None) -> None:
+    def attach(self, engine: LocalEngine, kernels: dict[str, Kernel] | None = None) -> None:
         """Have the engine call its kernels (or these instead) when it is its turn, and never wait in one."""
         context = engine.context
-        context.set_word(at.SPINS, 0)
-        context.set_word(at.YIELDS, 0)
+        context.store_word(at.SPINS, 0)
+        context.store_word(at.YIELDS, 0)
         context._poll_interval[:] = 0
         for name in KERNELS:
             kernel = (kernels or {}).get(name) or getattr(engine.kernels, name)
@@ -72,9 +72,9 @@ class Baton:
                     self._ready.add(rank)
                     self._pick()
                     if not self._changed.wait_for(lambda: self._turn == rank or self._failed, _LIMIT_S):
-                        raise Stuck(f"rank {rank} was not given its turn")
+                        raise Deadlock(f"rank {rank} was not given its turn")
                     if self._failed:
-                        raise Stuck("all ranks wait in vain")
+                        raise Deadlock("all ranks wait in vain")
                     self._ready.discard(rank)
                     self.calls += 1
                 code = kernel(*arguments)
@@ -96,7 +96,7 @@ class Baton:
     def _pick(self) -> None:
         """When every rank that plays is ready: the next one. One that has waited in vain goes last."""
         if self._turn is None and self._playing and self._ready >= self._playing:
-            self._turn = self._dice.choice(sorted(self._playing - self._in_vain) or sorted(self._playing))
+            self._turn = self._random.choice(sorted(self._playing - self._in_vain) or sorted(self._playing))
         self._changed.notify_all()
 
 

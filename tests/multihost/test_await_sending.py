@@ -1,4 +1,4 @@
-"""Where ranks share cores, who has begun an operation beside can let it be sent off first."""
+"""Where ranks share cores, a caller can wait until the asynchronous operation that it began has been sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multihost, "spare_cores", lambda ranks: 0)
 
 
-def send_off(length: int) -> None:
+def await_sending(length: int) -> None:
     assert dist.group.WORLD is not None
     engine = dist.group.WORLD.communicator.engine
     assert engine.hosts is not None
@@ -30,9 +30,9 @@ def send_off(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [3, 300_000])
-def test_it_waits_until_the_operation_is_sent_off(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_it_waits_until_the_operation_has_been_sent(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(multihost, "_LONGEST_WAIT", SECONDS)
-    on_threads((1, 2), send_off, length)
+    on_threads((1, 2), await_sending, length)
 
 
 def begin_nothing() -> None:

@@ -21,7 +21,7 @@ from worlds import await_note, leave_note
 
 SOON = 30.0
 HUGE = 900_000
-"""Elements of int64: more than goes in letters."""
+"""Elements of int64: more than is sent ahead, before the receiver has asked for it."""
 
 
 def until(found: Callable[[], Any]) -> Any:
@@ -192,7 +192,7 @@ def test_a_time_out_tells_which_messages_between_hosts_are_waited_for() -> None:
     for rank, peer, length, tag in ((1, 0, 12, 9), (0, 1, 20, 8)):
         line = (
             rf"rank {rank} has called nothing yet, and is in recv\(float32, from rank {peer}, {length} bytes,"
-            rf" tag {tag}\) for \d+\.\d s; is at \S+test_parcel_records\.py:\d+ in both_receive"
+            rf" tag {tag}\) for \d+\.\d s; is at \S+test_message_records\.py:\d+ in both_receive"
         )
         assert re.search(line, told), told
 

@@ -1,4 +1,4 @@
-"""A host whose warden has died lives as long as one of its ranks does."""
+"""A host whose coordinator has died lives as long as one of its ranks does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torchestra as dist
 from worlds import await_note, leave_note
 
 
-def receive_beside_a_dead_warden() -> None:
+def receive_beside_a_dead_coordinator() -> None:
     """Rank 2 waits for a message of rank 0 for longer than its host, which has lost rank 1, may be silent."""
     rank = dist.get_rank()
     leave_note(f"ready-{rank}")
@@ -29,8 +29,8 @@ def receive_beside_a_dead_warden() -> None:
     await_note("over")
 
 
-def test_a_rank_that_waits_for_a_message_stands_in_for_the_warden_of_its_host() -> None:
-    with host_processes((1, 2), receive_beside_a_dead_warden) as world:
+def test_a_rank_that_waits_for_a_message_stands_in_for_the_coordinator_of_its_host() -> None:
+    with host_processes((1, 2), receive_beside_a_dead_coordinator) as world:
         for rank in range(3):
             world.await_file(f"ready-{rank}")
         world.signal(1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The lines that tell where every rank stands: the same on all ranks, and true."""
+"""The hang report: the lines that tell what every rank does are the same on all ranks, and true."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SOON = 30.0
 LINE = re.compile(r"^  rank (\d+) (.+); (.+)$")
 
 
-def standing(message: str) -> dict[int, tuple[str, str]]:
+def lines_by_rank(message: str) -> dict[int, tuple[str, str]]:
     """By rank: what it does, and where it is."""
-    first, *lines = message.splitlines()
+    first, second, *lines = message.splitlines()
     assert "group 'default'" in first
+    assert second.startswith("diagnosis: ")
     found = [LINE.match(line) for line in lines]
     assert all(found), message
     return {int(match[1]): (match[2], match[3]) for match in found if match}
@@ -31,11 +32,11 @@ def block(message: str) -> list[str]:
     return message.splitlines()[1:]
 
 
-def await_standing(rank: int, standing: str) -> None:
-    """Wait until another rank has come to where it is to be told of."""
+def await_line(rank: int, line: str) -> None:
+    """Wait until the report has this text about another rank."""
     assert dist.group.WORLD is not None
     context = dist.group.WORLD.communicator.engine.context
-    while standing not in context.report([rank], "here"):
+    while line not in context.report([rank], "here", ()):
         threading.Event().wait(0.01)
 
 
@@ -49,7 +50,7 @@ def one_never_comes(late: threading.Event | None) -> str:
         else:
             assert late.wait(SOON)
     if rank == 0:
-        await_standing(1, "is in operation 3")
+        await_line(1, "is in operation 3")
         set_timeout(0.8)
     with pytest.raises((CollectiveTimeoutError, GroupAbortedError)) as caught:
         dist.broadcast(torch.ones(7000), 1)
@@ -65,7 +66,7 @@ def check_that_one_never_came(told: list[str]) -> None:
         rf"timed out after \d+\.\d s on rank \d: rank {last} had not arrived \(the timeout is 0\.8 s\)\.$"
     )
     assert all(re.search(summary, message.splitlines()[0]) for message in told)
-    ranks = standing(told[0])
+    ranks = lines_by_rank(told[0])
     assert sorted(ranks) == list(range(last + 1))
     for rank in range(last):
         doing, place = ranks[rank]
@@ -130,7 +131,7 @@ def check_death(ended: list[Outcome], how: str) -> None:
     assert len({tuple(block(message)) for message in told}) == 1
     for message in told:
         assert re.search(rf"rank 2 died \(({how})\); rank \d saw it in all_reduce", message)
-    ranks = standing(told[0])
+    ranks = lines_by_rank(told[0])
     assert ranks[0][0].startswith("is in operation 3, all_reduce(SUM, float32, 5 elements), for ")
     assert re.fullmatch(r"last called operation 2, barrier\(\), \d+\.\d s ago", ranks[2][0])
     assert re.fullmatch(rf"has died \(({how})\)", ranks[2][1])
@@ -139,7 +140,7 @@ def check_death(ended: list[Outcome], how: str) -> None:
 def a_receive_that_gets_nothing() -> str:
     """Rank 0 waits for a message; rank 1, whom nothing keeps, waits for rank 0 in a collective."""
     if dist.get_rank() == 0:
-        await_standing(1, "is in operation 2")
+        await_line(1, "is in operation 2")
         with pytest.raises(CollectiveTimeoutError) as caught:
             dist.group.WORLD.communicator.recv(torch.ones(2), 1, tag=5, timeout_s=0.8)
         dist.barrier()
@@ -151,7 +152,7 @@ def a_receive_that_gets_nothing() -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_message_that_does_not_come_tells_what_the_sender_does(kind: str) -> None:
     zero, _ = outcomes(kind, 2, a_receive_that_gets_nothing)
-    ranks = standing(zero.result())
+    ranks = lines_by_rank(zero.result())
     assert ranks.keys() == {1}
     assert ranks[1][0].startswith("is in operation 2, barrier(), for ")
     assert ranks[1][0].endswith(", and waits for rank 0")
@@ -160,7 +161,7 @@ def test_a_message_that_does_not_come_tells_what_the_sender_does(kind: str) -> N
 def wait_beside_a_receive() -> str:
     """Rank 1 hangs in a receive while rank 0 waits for it."""
     if dist.get_rank() == 0:
-        await_standing(1, "is in recv")
+        await_line(1, "is in recv")
         set_timeout(0.8)
         with pytest.raises(CollectiveTimeoutError) as caught:
             dist.barrier()
@@ -173,7 +174,7 @@ def wait_beside_a_receive() -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_hangs_in_a_receive_is_told_of(kind: str) -> None:
     zero, _ = outcomes(kind, 2, wait_beside_a_receive)
-    doing, _ = standing(zero.result())[1]
+    doing, _ = lines_by_rank(zero.result())[1]
     assert re.fullmatch(
         r"has called nothing yet, and is in recv\(float32, from rank 0, 8 bytes, tag 5\) for \d+\.\d s", doing
     )

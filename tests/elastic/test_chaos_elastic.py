@@ -1,0 +1,57 @@
+"""tools/chaos_elastic.py at a small scale, and that it finds what it looks for."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+from tools import chaos_elastic
+from tools.chaos_elastic import Kill, RankProcess, check_steps, measure
+
+
+def test_ranks_that_are_killed_leave_no_trace_in_what_is_learnt(
+    capsys: pytest.CaptureFixture[str], nothing_left
+) -> None:
+    options = ["--kills", "3", "--every", "1.5", "--nproc", "3", "--step-ms", "40", "--seed", "2"]
+    code = chaos_elastic.main(options)
+    out, err = capsys.readouterr()
+    assert code == 0, f"{out}\n{err}"
+    assert re.match("[1-3] kills of processes that serve the store\n3 kills", out), "at least the primary"
+    assert "every step was done, none twice, and all states are those of an undisturbed training" in out
+    nothing_left()
+
+
+@pytest.fixture
+def processes() -> list[RankProcess]:
+    """Two ranks, of which one dies after step 5 and its replacement begins with step 8; 0.1 s a step."""
+    steps = [(step, f"{step:08x}", 10.0 + step / 10) for step in range(12)]
+    return [RankProcess(0, 100, steps), RankProcess(1, 101, steps[:6]), RankProcess(1, 102, steps[8:])]
+
+
+def test_a_log_without_a_flaw_has_no_problem(processes: list[RankProcess]) -> None:
+    assert check_steps(processes, processes[:1], 12) == []
+
+
+def test_steps_that_are_lost_or_done_twice_or_differ_are_found(processes: list[RankProcess]) -> None:
+    undisturbed = copy.deepcopy(processes[:1])
+    whole = processes[0].steps
+    for steps, problem in {
+        (*whole[:7], *whole[8:]): "1 steps were done by nobody, such as 7",
+        (*whole[:8], *whole[7:]): "rank 0 (pid 100) has done a step twice: [7]",
+        (*whole[:7], (7, "other", 10.7), *whole[8:]): "rank 0 (pid 100) has other parameters after step 7",
+    }.items():
+        processes[0].steps = list(steps)
+        assert check_steps(processes, undisturbed, 12) == [problem]
+
+
+def test_pauses_and_returns_are_measured(processes: list[RankProcess]) -> None:
+    processes[0].steps = [
+        (step, text, when + (0.3 if step >= 6 else 0.0)) for step, text, when in processes[0].steps
+    ]
+    processes[2].steps = [(step, text, when + 0.3) for step, text, when in processes[2].steps]
+    times = measure(processes, [Kill(10.55, 1, 101, "trains")])
+    assert times.step == pytest.approx(0.1)
+    assert times.deaths == [pytest.approx(0.4)], "of rank 0, between steps 5 and 6"
+    assert times.returns == [pytest.approx(0.55)]
+    assert times.joins == [pytest.approx(0.1)]

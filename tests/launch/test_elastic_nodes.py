@@ -1,0 +1,216 @@
+"""``torchestra run --elastic --nnodes``: a host is lost, and a spare one or itself takes its place.
+
+Launchers are all on this machine but told that they are not. Ranks only report how far they are, as groups
+do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_nodes import LIMIT_S, ended, free_address
+
+from torchestra.launcher.node_ranks import NodeRanks, later_launchers
+from torchestra.store import HashStore
+from torchestra.system import deadline
+
+HEARTBEAT_S = 1.0
+PROGRAM = """
+    import os, sys, time
+    from torchestra.system.phases import report
+    folder, rank, join = sys.argv[1], os.environ["RANK"], os.environ.get("TORCHESTRA_JOIN")
+    def await_file(name):
+        while not os.path.exists(os.path.join(folder, name)):
+            time.sleep(0.01)
+    assert os.environ.get("TORCHESTRA_MEMBER") == (rank if join else None)
+    open(os.path.join(folder, f"{'joined' if join else 'began'}{rank}"), "w").close()
+    report("joined")
+    report("trains")
+    await_file("end")
+    print("ended", rank, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"])
+"""
+
+
+class Hosts:
+    """Launchers of one job of two nodes with two ranks each, or of three with one each."""
+
+    def __init__(self, folder: Path, *options: str, nodes: int = 2, addresses: int = 1) -> None:
+        self.folder, self._nodes, self._options = folder, nodes, options
+        self._rendezvous = ",".join(free_address() for _ in range(addresses))
+        self._script = folder / "job.py"
+        self._script.write_text(textwrap.dedent(PROGRAM))
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def come(self, node: int) -> subprocess.Popen[str]:
+        """Start a launcher."""
+        ranks = "2" if self._nodes == 2 else "1"
+        command = [sys.executable, "-m", "torchestra", "run", "--nnodes", str(self._nodes), "--nproc", ranks]
+        command += [
+            "--node-rank",
+            str(node),
+            "--rendezvous",
+            self._rendezvous,
+            "--spares",
+            "1",
+            *self._options,
+        ]
+        environment = {
+            **os.environ,
+            "TORCHESTRA_SECRET": "of this test",
+            "TORCHESTRA_HOST_ID": f"node{node}",
+            "TORCHESTRA_HEARTBEAT": str(HEARTBEAT_S),
+        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command += [str(self._script), str(self.folder)]
+        self.launchers.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+        return self.launchers[-1]
+
+    def wait(self, *names: str) -> None:
+        """Wait until ranks have made these files."""
+        until = time.monotonic() + LIMIT_S
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < until, sorted(path.name for path in self.folder.iterdir())
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """Let the ranks end."""
+        (self.folder / "end").touch()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    made: list[Hosts] = []
+
+    def make(*options: str, **others: int) -> Hosts:
+        made.append(Hosts(tmp_path, *options, **others))
+        return made[-1]
+
+    yield make
+    for launcher in (each for one in made for each in one.launchers):
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one_which_is_spare_when_it_comes_back(
+    hosts, nothing_left
+) -> None:
+    job = hosts("--elastic", "1:4")
+    spare, first, lost = job.come(2), job.come(0), job.come(1)
+    job.wait(*(f"began{rank}" for rank in range(4)))
+    lost.send_signal(signal.SIGKILL)
+    back = job.come(1)
+    job.wait("joined2", "joined3")
+    job.end()
+    out, err, code = ended(first)
+    assert (code, err) == (0, ""), "the others go on"
+    assert sorted(out.splitlines()) == ["[rank 0] ended 0 0 2 0", "[rank 1] ended 1 1 2 0"]
+    results = [ended(spare), ended(back)]
+    assert [code for _, _, code in results] == [0, 0], results
+    taken, unneeded = sorted(results, key=lambda each: each[0] == "")
+    assert sorted(taken[0].splitlines()) == ["[rank 2] ended 2 0 2 1", "[rank 3] ended 3 1 2 1"]
+    assert "takes the place of node 1" in taken[1]
+    assert "the job has ended without this host" in unneeded[1]
+    nothing_left()
+
+
+def test_a_host_that_comes_later_finds_the_job_at_another_address_than_that_of_node_0(
+    hosts, nothing_left
+) -> None:
+    job = hosts("--elastic", "1:4", nodes=3, addresses=2)
+    first, second, third = job.come(0), job.come(1), job.come(2)
+    job.wait(*(f"began{rank}" for rank in range(3)))
+    first.send_signal(signal.SIGKILL)
+    back = job.come(0)
+    job.wait("joined0")
+    job.end()
+    assert [ended(each)[1:] for each in (second, third)] == [("", 0), ("", 0)]
+    out, err, code = ended(back)
+    assert (code, out) == (0, "[rank 0] ended 0 0 1 0\n"), err
+    assert "takes the place of node 0" in err
+    nothing_left()
+
+
+def test_fewer_members_than_needed_on_all_hosts_end_the_job(hosts, nothing_left) -> None:
+    job = hosts("--elastic", "3:4")
+    first, lost = job.come(0), job.come(1)
+    job.wait(*(f"began{rank}" for rank in range(4)))
+    lost.send_signal(signal.SIGKILL)
+    _, err, code = ended(first)
+    assert code == 1
+    assert "of the job's members 2 are left on all hosts, and --elastic needs 3" in err
+    nothing_left()
+
+
+def test_a_rank_of_several_hosts_is_replaced_on_its_own(hosts, nothing_left) -> None:
+    job = hosts("--elastic", "1:4", "--max-restarts", "1")
+    first, second = job.come(0), job.come(1)
+    job.wait(*(f"began{rank}" for rank in range(4)))
+    server = int(Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text())
+    ranks = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    victim = ranks[-1]
+    os.kill(victim, signal.SIGKILL)
+    job.wait("joined3")
+    job.end()
+    assert ended(first)[2] == 0
+    out, err, code = ended(second)
+    assert code == 0, err
+    assert "torchestra: rank 3: its replacement has started" in err
+    assert "[rank 3] ended 3 1 2 1" in out
+    nothing_left()
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_of_two_that_want_a_place_one_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a launcher that was only cut off learns that it has lost its place."""
+    store, clock = HashStore(), Clock()
+    monkeypatch.setattr(deadline, "time", clock)
+    lost, one, two = (NodeRanks(store, [2, 2], name) for name in ("1", "2-a", "3-b"))
+    for count in range(30):
+        store.set("heartbeat/0", f"{count} 2")
+        if count == 0:
+            store.set("heartbeat/1", "0 2")
+        assert not one._take(0)
+        assert not two._take(0)
+        assert lost.is_first(0)
+        assert not lost.is_first(1), "node rank 0 is not silent"
+        if clock.now < 10.0:
+            assert not one._take(1)
+            assert not two._take(1)
+            assert lost.is_mine(1)
+        clock.now += 0.5
+    holder = one._holder(1)
+    assert two._take(1)
+    monkeypatch.setattr(one, "_holder", lambda node_rank: holder)  # read before the other took it
+    assert not one._take(1)
+    assert not lost.is_mine(1)
+    assert not lost.is_first(1)
+    for _ in range(30):
+        silent = lost.is_first(1)
+        clock.now += 0.5
+    assert silent, "the limits are looked after though host 0 is gone"
+    assert two.is_mine(1)
+
+
+def test_the_launcher_that_serves_the_store_waits_for_those_that_came_later() -> None:
+    store = HashStore()
+    store.set("ended", b"")
+    assert NodeRanks(store, [1], "1-a").wait(0) is None
+    assert NodeRanks(store, [1], "2-b").wait(0) is None
+    assert list(later_launchers(store)) == ["1-a", "2-b"]

@@ -1,0 +1,51 @@
+"""A hang of a group on several hosts is diagnosed by the facts of all of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from simulated import on_threads
+
+import torchestra as dist
+from torchestra.errors import CollectiveTimeoutError
+from worlds import set_timeout
+
+SOON = 30.0
+
+
+def one_does_not_come(given_up: threading.Event) -> str:
+    dist.barrier()
+    if dist.get_rank() > 0:
+        assert given_up.wait(SOON)
+        return ""
+    set_timeout(0.3)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.all_reduce(torch.ones(3))
+    given_up.set()
+    return str(caught.value)
+
+
+def test_a_rank_of_another_host_is_the_culprit() -> None:
+    told, _ = on_threads((1, 1), one_does_not_come, threading.Event())
+    diagnosis = told.splitlines()[1]
+    call = "operation 2, all_reduce(SUM, float32, 3 elements)"
+    assert diagnosis.startswith(
+        f"diagnosis: missing rank: rank 1 on host h1 has not called {call}: it is at "
+    )
+    assert f"{__file__}:" in diagnosis
+    assert " in one_does_not_come" in diagnosis
+
+
+def both_receive() -> str:
+    peer = 1 - dist.get_rank()
+    dist.barrier()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.group.WORLD.communicator.recv(torch.ones(1), peer, 7, 0.3)
+    return str(caught.value)
+
+
+def test_ranks_of_two_hosts_that_both_receive_first() -> None:
+    told = on_threads((1, 1), both_receive)
+    assert any("\ndiagnosis: swapped send and recv: rank " in message for message in told)

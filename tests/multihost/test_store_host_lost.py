@@ -1,0 +1,83 @@
+"""The host of the store dies: ranks whose store is on replicas shrink, make groups and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated import host_names
+
+import torchestra as dist
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.host_id import HOST_VARIABLE
+from torchestra.errors import InvalidArgumentError
+from torchestra.rendezvous.replication import REPLICAS_VARIABLE, replicas_wanted
+from torchestra.store import HashStore, PrefixStore, ReplicatedStore, Store
+from torchestra.store.secret import SECRET_VARIABLE
+from worlds import processes
+
+sys.path.append(str(Path(__file__).parents[1] / "shrinking"))
+from test_shrink import check_group, until_it_fails
+
+LAYOUT = (1, 1, 2)
+
+
+def lose_the_master(store: Store, rank: int, size: int, init_method: str) -> Any:
+    """The life of a rank whose world loses rank 0, at whose store it met the others."""
+    variables = {
+        HOST_VARIABLE: host_names(LAYOUT)[rank],
+        SECRET_VARIABLE: "a secret of these tests",
+        REPLICAS_VARIABLE: "3",
+        HEARTBEAT_VARIABLE: "4",
+    }
+    os.environ.update(variables)
+    dist.init_process_group(init_method=init_method, rank=rank, world_size=size, timeout=60.0)
+    dist.barrier()
+    store.barrier("begun", size)  # none waits for rank 0 any more
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until_it_fails()
+    world = dist.group.WORLD
+    assert world is not None
+    new = world.shrink()
+    check_group(new)
+    pair = dist.new_group([0, 2])
+    if isinstance(pair, dist.ProcessGroup):
+        check_group(pair)
+    kinds = []
+    inner: Store = new.store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    kinds.append(type(inner).__name__)
+    dist.barrier()
+    store.barrier("end", size - 1)
+    return new.previous_ranks, kinds
+
+
+def test_the_survivors_of_the_master_shrink_and_make_groups() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with processes(sum(LAYOUT), lose_the_master, address, init=False) as world:
+        ended = world.finish()
+    assert [outcome.result() for outcome in ended[1:]] == [((1, 2, 3), ["ReplicatedStore"])] * 3
+
+
+@pytest.mark.parametrize("wrong", ["0", "three", "5", "-1"])
+def test_a_number_of_replicas_that_cannot_be_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPLICAS_VARIABLE, wrong)
+    with pytest.raises(InvalidArgumentError, match=f"from 1 to 4, the world size, got '{wrong}'"):
+        replicas_wanted(HashStore(), 4)
+
+
+def test_a_store_stays_where_it_is_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(REPLICAS_VARIABLE, raising=False)
+    assert replicas_wanted(HashStore(), 4) is None
+    monkeypatch.setenv(REPLICAS_VARIABLE, "3")
+    assert replicas_wanted(HashStore(), 4) == 3
+    assert replicas_wanted(object.__new__(ReplicatedStore), 4) is None

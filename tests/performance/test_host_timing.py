@@ -1,0 +1,51 @@
+"""The parts of operations are timed on ranks, and the numbers are those of what was done."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.launcher.api import launch
+from torchestra.performance.host import HostOptions, default_ranks
+from torchestra.performance.host_timing import time_rates, time_waits
+from torchestra.performance.sampling import summarise
+
+
+def test_all_ranks_time_every_kind_of_rate() -> None:
+    sizes = [4 << 10, 200 << 10]  # one chunk, and two of which the second is not whole
+    for found in launch(time_rates, 3, sizes, 0.01, kind="threads"):
+        assert list(found) == sizes
+        for kinds in found.values():
+            assert set(kinds) == {"copy", "fetch", "reduce"}
+            assert all(samples and min(samples) > 0 for samples in kinds.values())
+
+
+def test_both_ranks_time_flags_and_rank_1_wakes_up() -> None:
+    allowed = os.sched_getaffinity(0)
+    for found in launch(time_waits, 2, 0.01, kind="threads"):
+        assert set(found) == {"flag_s", "wakeup_s", "switch_s"}
+        for samples in found.values():
+            assert len(samples) >= 5
+            assert all(0 < each < 1 for each in samples)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_the_summary_of_samples() -> None:
+    samples = [float(each) for each in range(1, 102)]  # 1 to 101: the percentiles are the numbers
+    assert summarise(samples) == (51.0, 25 / 51)
+    assert summarise(samples, 0.1).value == 11.0
+    assert summarise([2.0]) == (2.0, 0.0)
+
+
+def test_the_numbers_of_ranks_by_default() -> None:
+    assert default_ranks(1) == (1, 2, 4, 8, 16)
+    assert default_ranks(6) == (1, 6, 12)
+    assert default_ranks(64) == (1, 64)
+
+
+@pytest.mark.parametrize("options", [{"seconds": 0.0}, {"ranks": (0,)}, {"quantile": 1.0}])
+def test_options_that_make_no_sense(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        HostOptions(**options)  # type: ignore[arg-type]

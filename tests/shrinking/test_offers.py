@@ -1,0 +1,85 @@
+"""Who gets which number in a group with joiners, and that what members write is what joiners read."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchestra.engine.membership.admission import Admission, JoinRequest, Offer, Terms, is_offer
+from torchestra.engine.membership.arena_transfer import make_offer
+from torchestra.store import HashStore
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_survivors_keep_their_numbers_and_nobody_shares_one(data: st.DataObject) -> None:
+    members = tuple(sorted(data.draw(st.sets(st.integers(0, 12), min_size=1, max_size=6))))
+    survivors = sorted(data.draw(st.sets(st.integers(0, len(members) - 1), min_size=1)))
+    wishes = data.draw(st.lists(st.none() | st.integers(0, 14), max_size=5))
+    requests = [JoinRequest.new(wish, "native") for wish in wishes]
+    terms = Terms("g~1", 1, "", 1.0, "native", None, members)
+    offer = Offer.of(terms, survivors, requests)
+    assert Offer.decode(offer.encode().encode()) == offer
+    assert is_offer(offer.key)
+    assert list(offer.members) == sorted(set(offer.members))
+    assert offer.size == len(survivors) + len(requests)
+    kept = {
+        offer.previous[rank]: member for rank, member in enumerate(offer.members) if offer.previous[rank] >= 0
+    }
+    assert kept == {rank: members[rank] for rank in survivors}
+    assert sorted(offer.joiners.values()) == [rank for rank in range(offer.size) if offer.previous[rank] < 0]
+    assert sorted([*offer.lost, *survivors]) == list(range(len(members)))
+    asked = [
+        request for request in requests if request.member is not None and request.member not in kept.values()
+    ]
+    for wish in {request.member for request in asked}:
+        given_to = [
+            request for request in asked if request.number in offer.joiners and request.member == wish
+        ]
+        numbers = [offer.members[offer.joiners[request.number]] for request in given_to]
+        # Who comes before in the list may have got it as the lowest that was free.
+        assert wish in offer.members
+        assert len(set(numbers)) == len(numbers)
+
+
+def test_no_key_of_a_plain_proposal_is_taken_for_an_offer() -> None:
+    for _ in range(20):
+        made = make_offer(1, "g", threads=True)
+        made.close()
+        assert not is_offer(made.key)
+    assert not is_offer(b"")
+
+
+def test_keys_of_earlier_offers_and_of_requests_that_are_used_up_are_removed() -> None:
+    store = HashStore()
+    admission, request = Admission(store, 5.0), JoinRequest.new(None, "threads")
+    for generation in (1, 1, 2, 3):
+        admission.ask(request)
+        terms = Terms(f"g~{generation}", generation, "", 1.0, "threads", None, (0,))
+        offer = Offer.of(terms, [0], [request])
+        admission.write(offer)
+        admission.invite(offer, 1)
+        admission.write_verdict(offer.key, b"committed")
+        admission.forget(request)
+    key = offer.key.hex()
+    assert sorted(store.list_keys()) == sorted(["waiting", "offers", f"offer/{key}", f"verdict/{key}"])
+    assert store.get("offers").decode() == f"3 {key}\n"
+
+
+def test_many_may_change_the_list_of_those_that_wait_at_once() -> None:
+    store, requests = HashStore(), [JoinRequest.new(None, "threads") for _ in range(16)]
+
+    def come(request: JoinRequest) -> None:
+        desk = Admission(store, 5.0)
+        desk.ask(request)
+        if requests.index(request) % 2:
+            desk.remove([request.number])
+
+    threads = [threading.Thread(target=come, args=(request,)) for request in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(Admission(store, 5.0).waiting()) == set(requests[::2])

@@ -1,0 +1,94 @@
+"""Replicas of a store on this host, each in a process of its own or all in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+from collections.abc import Iterator
+
+from torchestra.store import ReplicatedStore, StoreReplica
+from torchestra.store.base import Store
+
+
+def listeners(count: int) -> tuple[list[socket.socket], list[str]]:
+    """Return sockets that listen, and their addresses."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    return sockets, [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+@contextlib.contextmanager
+def replicas_here(count: int, secret: str | None = None) -> Iterator[tuple[list[StoreReplica], list[str]]]:
+    """Replicas in this process, and their addresses."""
+    sockets, addresses = listeners(count)
+    served = [
+        StoreReplica(index, addresses, secret=secret, listen_fd=each.detach())
+        for index, each in enumerate(sockets)
+    ]
+    try:
+        yield served, addresses
+    finally:
+        for replica in served:
+            replica.close()
+
+
+def serve(index: int, addresses: list[str], listener: socket.socket | None, recovering: bool) -> None:
+    """The life of a process that serves a replica."""
+    fd = None if listener is None else listener.detach()
+    StoreReplica(index, addresses, listen_fd=fd, recovering=recovering)
+    multiprocessing.Event().wait()
+
+
+class ReplicaProcesses:
+    """Replicas in processes of their own, which can be killed and come back."""
+
+    def __init__(self, count: int) -> None:
+        self._context = multiprocessing.get_context("fork")
+        self._sockets, self.addresses = listeners(count)
+        self.processes = [self._start(index, self._sockets[index], False) for index in range(count)]
+        for each in self._sockets:
+            each.close()
+
+    def _start(
+        self, index: int, listener: socket.socket | None, recovering: bool
+    ) -> multiprocessing.process.BaseProcess:
+        process = self._context.Process(
+            target=self._serve, args=(index, listener, recovering), name=f"replica-{index}", daemon=True
+        )
+        process.start()
+        return process
+
+    def _serve(self, index: int, listener: socket.socket | None, recovering: bool) -> None:
+        for each in self._sockets:
+            if each is not listener:
+                each.close()
+        serve(index, self.addresses, listener, recovering)
+
+    def kill(self, index: int) -> None:
+        """Kill a replica's process, as ``kill -9`` does."""
+        self.processes[index].kill()
+        self.processes[index].join()
+
+    def restart(self, index: int) -> None:
+        """Start a killed replica again, without what it held."""
+        self.processes[index] = self._start(index, None, True)
+
+    def close(self) -> None:
+        for index in range(len(self.processes)):
+            self.kill(index)
+
+
+class StoreWithReplicas(ReplicatedStore):
+    """A store that closes its replicas when it is closed."""
+
+    def __init__(self, count: int, secret: str | None = None) -> None:
+        self._stack = contextlib.ExitStack()
+        _, addresses = self._stack.enter_context(replicas_here(count, secret))
+        super().__init__(addresses, secret=secret)
+
+    def clone(self) -> Store:
+        return ReplicatedStore(self.addresses, self.timeout, secret=self.secret)
+
+    def close(self) -> None:
+        super().close()
+        self._stack.close()

@@ -1,0 +1,122 @@
+"""tools/chaos: some rounds of it, and that its invariants are violated by what they are for."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.chaos import plan, rounds
+from tools.chaos.faults import FAULTS
+from tools.chaos.invariants import Verdict, judge
+from tools.chaos.worlds import Ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_some_rounds_on_one_host() -> None:
+    """Play what needs no root; without the training, which takes a second world to compare it with."""
+    options = ["--faults", "kill,neighbour", "--workloads", "collectives,messages", "--one-host"]
+    played = subprocess.run(
+        [sys.executable, "-m", "tools.chaos", "--rounds", "2", "--seed", "3", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert played.returncode == 0, played.stdout + played.stderr
+    assert "2 rounds; every rank was right, or told in time what had happened" in played.stdout
+
+
+def test_a_round_is_the_same_for_the_same_seed() -> None:
+    chosen = [name for name in FAULTS if name != "link"]
+    absent = [plan.NAMESPACES, plan.MPI]
+    drawn = [[plan.draw(number, seed, chosen, absent, 1.0) for number in range(20)] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert [rounds.load(each.dump()) for each in drawn[0]] == drawn[0]
+
+
+ROUND = rounds.Round(
+    number=0,
+    seed="1:0",
+    world=rounds.World("processes", (3,)),
+    workload="training",
+    fault="kill",
+    variant="",
+    victim=2,
+    after_s=0.1,
+    length_s=0.1,
+    work_s=1.5,
+    timeout_s=3.0,
+    heartbeat_s=2.0,
+)
+ERROR = {
+    "what": "error",
+    "doing": "all_reduce",
+    "type": "RankFailedError",
+    "ours": True,
+    "text": "all_reduce: rank 2 has died",
+    "ranks": [2],
+    "digests": ["a"],
+}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    """A round in which rank 2 was killed, and the others were told."""
+    made = Ranks(ROUND, FAULTS["kill"](ROUND), tmp_path, None)
+    made.pids, made.codes = [11, 12, 13], {11: 0, 12: 0, 13: -signal.SIGKILL}
+    for rank in range(3):
+        tell(made, rank, {"what": "begun", "pid": 0}, {"what": "working"})
+    tell(made, 0, {**ERROR, "at": time.time()}, {"what": "over", "left": []})
+    return made
+
+
+def tell(ranks: Ranks, rank: int, *lines: dict[str, Any]) -> None:
+    with open(ranks.folder / f"told-{rank}", "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def judged(ranks: Ranks, *lines: dict[str, Any]) -> Verdict:
+    """Return the verdict if rank 1 has told this."""
+    tell(ranks, 1, *lines)
+    return judge(ROUND, ranks, {"began": time.time()}, ["a", "b"], 1.0)
+
+
+def test_survivors_that_are_told_are_what_a_kill_must_lead_to(ranks: Ranks) -> None:
+    verdict = judged(ranks, {**ERROR, "at": time.time()}, {"what": "over", "left": []})
+    assert (verdict.outcomes, verdict.wrong) == (["told", "told", "killed"], [])
+
+
+@pytest.mark.parametrize(
+    ("error", "left", "wrong"),
+    [
+        ({"ours": False, "type": "KeyError"}, [], "the error is not torchestra's"),
+        ({"text": "all_reduce: rank 1 has died"}, [], "names ranks [1] and none of [0, 2]"),
+        ({"ranks": [1]}, [], "the error's ranks are [1]"),
+        ({"text": "rank 2 has died"}, [], "names no operation"),
+        ({"at": float("inf")}, [], "after the fault, later than"),
+        ({"digests": ["b"]}, [], "not those of an undisturbed training"),
+        ({"what": "right"}, [], "another has right results to the end"),
+        ({}, ["thread torchestra-queue"], "it still has thread torchestra-queue"),
+    ],
+)
+def test_what_must_not_be_is_found(ranks: Ranks, error: dict[str, Any], left: list[str], wrong: str) -> None:
+    verdict = judged(ranks, {**ERROR, "at": time.time(), **error}, {"what": "over", "left": left})
+    assert [each for each in verdict.wrong if wrong in each], verdict.wrong
+
+
+def test_a_rank_that_ends_without_a_word_is_found(ranks: Ranks) -> None:
+    ranks.codes[12] = -signal.SIGBUS
+    assert [each for each in judged(ranks).wrong if "exit code -7" in each]
+
+
+def test_what_is_left_in_the_temporary_folder_is_found(ranks: Ranks) -> None:
+    (ranks.folder / "tmp" / "torchestra-left").touch()
+    verdict = judged(ranks, {**ERROR, "at": time.time()}, {"what": "over", "left": []})
+    assert verdict.wrong == ["temporary files are left: ['torchestra-left']"]

@@ -1,0 +1,75 @@
+"""Simulated worlds: runs that have found defects, the checker's own check, and the replay of a seed."""
+
+from __future__ import annotations
+
+import gc
+from unittest import mock
+
+import pytest
+
+from verification.simulation import __main__ as command
+from verification.simulation import groups, messages, rpc, subjects
+from verification.simulation.faults import Fault
+from verification.simulation.groups import GroupsWorld
+from verification.simulation.messages import MessagesWorld
+from verification.simulation.mutations import MUTATIONS
+from verification.simulation.rpc import RpcWorld
+from verification.simulation.subjects import SUBJECTS, worlds
+
+_REPLAYED = ((GroupsWorld, groups.plan(3)), (MessagesWorld, messages.plan(1)), (RpcWorld, rpc.plan(42)))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_protocol_is_found_out(name: str) -> None:
+    """Some are defects that there were: so these runs also see that they are mended."""
+    mutation = MUTATIONS[name]
+    with worlds():
+        mutation.world(mutation.plan).go()
+        gc.collect()
+        assert mutation.is_found()
+
+
+def test_a_seed_is_one_run() -> None:
+    """A failing seed can be replayed, and the log of what happened is of that run."""
+    with worlds():
+        for world, plan in _REPLAYED:
+            runs = []
+            for _ in range(2):
+                each = world(plan)
+                each.go()
+                runs.append((each.run.digest, each.run.now, [*each.run.events]))
+                gc.collect()
+            assert plan.faults
+            assert runs[0] == runs[1]
+
+
+def test_a_failing_run_is_told_with_the_fewest_faults_that_suffice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command prints what was promised, what went wrong, and how to run that again."""
+    mutation = MUTATIONS["commit what is not ready"]
+    clock = [Fault(0.5 + number, "clock", 0, 0, 1, 0.0) for number in range(3)]
+    plan = mutation.plan.with_faults(sorted([*mutation.plan.faults, *clock]))
+    with mock.patch.object(mutation.owner, mutation.method, mutation.replacement):
+        failure = subjects._check_world(lambda _: plan, mutation.world, 7)
+    assert failure is not None
+    assert "'crash'" in failure.plan
+    assert "'clock'" not in failure.plan
+    command._show("groups", failure)
+    told = capsys.readouterr().err
+    assert "seed 7 FAILED" in told
+    assert "--subject groups --first 7 --seeds 1" in told
+
+
+def test_every_subject_runs_a_seed() -> None:
+    for name in SUBJECTS:
+        assert subjects.check(name, 1) is None
+
+
+def test_what_a_simulation_replaces_is_as_before_after_it() -> None:
+    from torchestra.transport import event_loop, listener
+
+    real = event_loop.time, event_loop.zmq, event_loop.Listener
+    with worlds():
+        assert event_loop.Listener is not listener.Listener
+    assert (event_loop.time, event_loop.zmq, event_loop.Listener) == real
