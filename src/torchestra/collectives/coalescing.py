@@ -53,7 +53,7 @@ def all_reduce_coalesced(
             collectives.py.
     """
     if has_torch_function(relevant := as_tuple(tensors)):
-        return overridden(all_reduce_coalesced, relevant, tensors, op=op, group=group, async_op=async_op)
+        return overridden(all_reduce_coalesced, relevant, locals())
     name = "all_reduce_coalesced"
     member = default_group() if group is None else member_of(group, name)
     if member is None:
@@ -89,14 +89,7 @@ def all_gather_coalesced(
             the functions of collectives.py.
     """
     if has_torch_function(relevant := as_tuple(input_tensor_list)):
-        return overridden(
-            all_gather_coalesced,
-            relevant,
-            output_tensor_lists,
-            input_tensor_list,
-            group=group,
-            async_op=async_op,
-        )
+        return overridden(all_gather_coalesced, relevant, locals())
     name = "all_gather_coalesced"
     member = default_group() if group is None else member_of(group, name)
     if member is None:

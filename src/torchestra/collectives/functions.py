@@ -69,7 +69,7 @@ def all_reduce(
 ) -> Work | None:
     """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same."""
     if has_torch_function_unary(tensor):
-        return overridden(all_reduce, (tensor,), tensor, op=op, group=group, async_op=async_op)
+        return overridden(all_reduce, (tensor,), locals())
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else member_of(group, "all_reduce")
@@ -88,9 +88,7 @@ def reduce(
 ) -> Work | None:
     """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others do not change."""
     if has_torch_function_unary(tensor):
-        return overridden(
-            reduce, (tensor,), tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst
-        )
+        return overridden(reduce, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "reduce")
     if member is None:
         return None
@@ -107,9 +105,7 @@ def broadcast(
 ) -> Work | None:
     """Replace the tensor on every rank by that of rank ``src``."""
     if has_torch_function_unary(tensor):
-        return overridden(
-            broadcast, (tensor,), tensor, src=src, group=group, async_op=async_op, group_src=group_src
-        )
+        return overridden(broadcast, (tensor,), locals())
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else member_of(group, "broadcast")
@@ -127,7 +123,7 @@ def all_gather(
 ) -> Work | None:
     """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
     if has_torch_function_unary(tensor):
-        return overridden(all_gather, (tensor,), tensor_list, tensor, group=group, async_op=async_op)
+        return overridden(all_gather, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "all_gather")
     if member is None:
         return None
@@ -145,14 +141,7 @@ def all_gather_into_tensor(
     The output has as many elements as all inputs together: concatenated in dimension 0, or stacked.
     """
     if has_torch_function_unary(input_tensor):
-        return overridden(
-            all_gather_into_tensor,
-            (input_tensor,),
-            output_tensor,
-            input_tensor,
-            group=group,
-            async_op=async_op,
-        )
+        return overridden(all_gather_into_tensor, (input_tensor,), locals())
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else member_of(group, "all_gather_into_tensor")
@@ -174,16 +163,7 @@ def gather(
 ) -> Work | None:
     """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
     if has_torch_function_unary(tensor):
-        return overridden(
-            gather,
-            (tensor,),
-            tensor,
-            gather_list=gather_list,
-            dst=dst,
-            group=group,
-            async_op=async_op,
-            group_dst=group_dst,
-        )
+        return overridden(gather, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "gather")
     if member is None:
         return None
@@ -201,16 +181,7 @@ def scatter(
 ) -> Work | None:
     """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
     if has_torch_function_unary(tensor):
-        return overridden(
-            scatter,
-            (tensor,),
-            tensor,
-            scatter_list=scatter_list,
-            src=src,
-            group=group,
-            async_op=async_op,
-            group_src=group_src,
-        )
+        return overridden(scatter, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "scatter")
     if member is None:
         return None
@@ -227,9 +198,7 @@ def reduce_scatter(
 ) -> Work | None:
     """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
     if has_torch_function_unary(output):
-        return overridden(
-            reduce_scatter, (output,), output, input_list, op=op, group=group, async_op=async_op
-        )
+        return overridden(reduce_scatter, (output,), locals())
     member = default_group() if group is None else member_of(group, "reduce_scatter")
     if member is None:
         return None
@@ -245,9 +214,7 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """Reduce the inputs of all ranks and put piece p of the result into the output of rank p."""
     if has_torch_function_unary(input):
-        return overridden(
-            reduce_scatter_tensor, (input,), output, input, op=op, group=group, async_op=async_op
-        )
+        return overridden(reduce_scatter_tensor, (input,), locals())
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else member_of(group, "reduce_scatter_tensor")
@@ -267,9 +234,7 @@ def all_to_all(
 ) -> Work | None:
     """Send ``input_tensor_list[p]`` to rank p, and receive its tensor into ``output_tensor_list[p]``."""
     if has_torch_function(inputs := as_tuple(input_tensor_list)):
-        return overridden(
-            all_to_all, inputs, output_tensor_list, input_tensor_list, group=group, async_op=async_op
-        )
+        return overridden(all_to_all, inputs, locals())
     member = default_group() if group is None else member_of(group, "all_to_all")
     if member is None:
         return None
@@ -291,16 +256,7 @@ def all_to_all_single(
     Split sizes count rows (dimension 0) per rank; None stands for equal ranges.
     """
     if has_torch_function_unary(input):
-        return overridden(
-            all_to_all_single,
-            (input,),
-            output,
-            input,
-            output_split_sizes=output_split_sizes,
-            input_split_sizes=input_split_sizes,
-            group=group,
-            async_op=async_op,
-        )
+        return overridden(all_to_all_single, (input,), locals())
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else member_of(group, "all_to_all_single")
@@ -323,7 +279,7 @@ def scan(
     number of ranks in the reduction. Tensors of GPUs go through the host.
     """
     if has_torch_function_unary(tensor):
-        return overridden(scan, (tensor,), tensor, op=op, group=group, async_op=async_op)
+        return overridden(scan, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "scan")
     if member is None:
         return None
@@ -342,7 +298,7 @@ def exscan(
     :func:`scan`.
     """
     if has_torch_function_unary(tensor):
-        return overridden(exscan, (tensor,), tensor, op=op, group=group, async_op=async_op)
+        return overridden(exscan, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "exscan")
     if member is None:
         return None
@@ -403,7 +359,7 @@ def send(
     A time-out before anything was sent leaves the group usable.
     """
     if has_torch_function_unary(tensor):
-        overridden(send, (tensor,), tensor, dst=dst, group=group, tag=tag, group_dst=group_dst)
+        overridden(send, (tensor,), locals())
         return
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
@@ -432,7 +388,7 @@ def recv(
     leaves the group usable.
     """
     if has_torch_function_unary(tensor):
-        return overridden(recv, (tensor,), tensor, src=src, group=group, tag=tag, group_src=group_src)
+        return overridden(recv, (tensor,), locals())
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else member_of(group, "recv")
@@ -456,7 +412,7 @@ def isend(
 ) -> Work | None:
     """Begin to :func:`send`; the tensor must not be changed until the work is done."""
     if has_torch_function_unary(tensor):
-        return overridden(isend, (tensor,), tensor, dst=dst, group=group, tag=tag, group_dst=group_dst)
+        return overridden(isend, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "isend")
     if member is None:
         return None
@@ -473,7 +429,7 @@ def irecv(
 ) -> Work | None:
     """Begin to :func:`recv`; the tensor must not be touched until the work is done."""
     if has_torch_function_unary(tensor):
-        return overridden(irecv, (tensor,), tensor, src=src, group=group, tag=tag, group_src=group_src)
+        return overridden(irecv, (tensor,), locals())
     member = default_group() if group is None else member_of(group, "irecv")
     if member is None:
         return None

@@ -10,7 +10,8 @@ with one of its tensors. The checks of arguments find it out, so it costs nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,14 +51,20 @@ def find_override(tensor: torch.Tensor, name: str) -> None:
 
 
 def overridden(
-    function: Callable[..., _Result], tensors: Sequence[Any], /, *args: Any, **kwargs: Any
+    function: Callable[..., _Result], tensors: Sequence[Any], variables: Mapping[str, Any]
 ) -> _Result:
     """Return what the ``__torch_function__`` of a mode, or of a tensor's class, makes of a call.
 
+    It gets the arguments without a default by position, the others by name, as from torch.distributed.
+
     Args:
-        function: the public function that was called, with the arguments that follow.
+        function: the public function that was called.
         tensors: those among the arguments that it takes data from.
+        variables: the function's local variables, of which its arguments are taken.
     """
+    parameters = inspect.signature(function).parameters.values()
+    args = [variables[each.name] for each in parameters if each.default is each.empty]
+    kwargs = {each.name: variables[each.name] for each in parameters if each.default is not each.empty}
     if any(map(is_lazy, tensors)):
         # Its override refuses all functions, and says less than ours.
         with torch._C.DisableTorchFunctionSubclass():
