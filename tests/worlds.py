@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 import torchestra as dist
-from torchestra.engine import warm_up
+from torchestra.engine import layout, warm_up
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.store import FileStore, HashStore
 from torchestra.world.registry import thread_rank
 
@@ -422,6 +423,36 @@ def meet_and_set_timeout(timeout: float) -> None:
     """Meet in a barrier, and give the default group a short time-out for the operations after it."""
     dist.barrier()
     set_timeout(timeout)
+
+
+def store_barrier(name: str = "here") -> None:
+    """Wait for all ranks without an operation of the group; once for each name in a world.
+
+    For a rank that then dies, leaves, aborts or is interrupted: others may still be in the last operation
+    when it has completed it, and would meet the error there. After this none of them is.
+    """
+    rank, size, here = dist.get_rank(), dist.get_world_size(), current_thread_rank()
+    names = [f"{name} of rank {each}" for each in range(size)]
+    if here is None:
+        leave_note(names[rank])
+        for each in names:
+            await_note(each)
+    else:
+        here.store.set(names[rank], b"")
+        here.store.wait(names, WORLD_SECONDS)
+
+
+def await_arrival(rank: int, limit: float = WORLD_SECONDS) -> None:
+    """Wait until another rank is in the operation of the default group that this rank has not begun yet.
+
+    It waits there as long as this rank stays away: to interrupt it now is to interrupt it in that wait.
+    """
+    context: Any = dist.group.WORLD.communicator.engine.context
+    upcoming = context.load_word(layout.SEQUENCE) + 1
+    deadline = time.monotonic() + limit
+    while context.arena.progress(rank) <= upcoming << layout.STEP_BITS:
+        assert time.monotonic() < deadline, f"rank {rank} has begun no operation after {limit} s"
+        time.sleep(0.002)
 
 
 def leave_note(name: str, text: str = "") -> None:

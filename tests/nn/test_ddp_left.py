@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 import torchestra as dist
 from torchestra.errors import GradientReductionError, GroupAbortedError
 from torchestra.nn.parallel import DistributedDataParallel
-from worlds import run
-
-SOON = 20.0
+from worlds import run, store_barrier
 
 
-def fail_in_backward(ready: threading.Barrier) -> None:
+def fail_in_backward() -> None:
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-    ready.wait(SOON)
+    store_barrier()
     loss = model(torch.ones(1, 4)).sum()
     if dist.get_rank() == 0:
 
@@ -39,4 +35,4 @@ def fail_in_backward(ready: threading.Barrier) -> None:
 
 
 def test_a_bucket_that_cannot_be_sent_aborts_the_group() -> None:
-    run("threads", 2, fail_in_backward, threading.Barrier(2))
+    run("threads", 2, fail_in_backward)

@@ -12,7 +12,7 @@ from ddp_models import batch, convolutions, loss, mlp, share
 import torchestra as dist
 from torchestra.errors import RankFailedError
 from torchestra.nn.parallel import DistributedDataParallel
-from worlds import await_note, leave_note, processes, run
+from worlds import await_arrival, await_note, leave_note, processes, run, store_barrier
 
 TINY_BUCKETS_MB = 100 / 2**20
 
@@ -40,6 +40,7 @@ def die_or_backward() -> tuple[str, tuple[int, ...]]:
     model = mlp()
     wrapped = DistributedDataParallel(model, bucket_cap_mb=TINY_BUCKETS_MB)
     loss(wrapped(batch(1))).backward()
+    store_barrier()
     if dist.get_rank() == 1:
         model[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     try:
@@ -63,9 +64,10 @@ def test_a_peer_that_is_killed_during_backward_is_named_by_the_others_backward()
 def backward_while_the_other_is_late() -> str:
     wrapped = DistributedDataParallel(mlp(), bucket_cap_mb=TINY_BUCKETS_MB)
     if dist.get_rank() == 1:
+        await_arrival(0)
+        leave_note("rank 0 waits")
         await_note("over")
         return "late"
-    leave_note("waits")
     try:
         loss(wrapped(batch(1))).backward()
     except KeyboardInterrupt:
@@ -75,7 +77,7 @@ def backward_while_the_other_is_late() -> str:
 
 def test_ctrl_c_ends_a_backward_that_waits_for_another_rank() -> None:
     with processes(2, backward_while_the_other_is_late) as world:
-        world.await_file("waits")
+        world.await_file("rank 0 waits")
         world.signal(0, signal.SIGINT)
         assert world.wait(0).value == "interrupted"
         with open(world.path("over"), "w"):

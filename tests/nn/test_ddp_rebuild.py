@@ -35,7 +35,7 @@ from torchestra.nn.parallel.comm_hooks.powerSGD_hook import (
 from torchestra.nn.parallel.mixed_precision import MixedPrecision
 from torchestra.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torchestra.optim.in_backward import apply_optimizer_in_backward
-from worlds import outcomes, run
+from worlds import WORLD_SECONDS, outcomes, run, store_barrier
 
 TINY_BUCKETS_MB = 100 / 2**20
 RATE = 0.05
@@ -256,6 +256,7 @@ def lose_rank_1(case: Case) -> Trained:
     trained = case.train(case.module())
     for number in range(4):
         step(trained, number)
+    store_barrier()
     if dist.get_rank() == 1:
         raise Gone
     with pytest.raises(dist.GroupAbortedError):
@@ -313,7 +314,7 @@ def test_a_rebuilt_wrapper_is_like_one_made_in_the_new_group(name: str) -> None:
 @pytest.mark.parametrize("hook", [None, powerSGD_hook, post_localSGD_hook])
 def test_ranks_that_have_failed_in_different_steps_go_on_together(hook: Any) -> None:
     """One has new buckets and has counted a step; the other has neither."""
-    both_have_stepped = threading.Barrier(2)
+    both_have_stepped = threading.Barrier(2, timeout=WORLD_SECONDS)
 
     def body() -> None:
         model = Backwards()
@@ -326,7 +327,7 @@ def test_ranks_that_have_failed_in_different_steps_go_on_together(hook: Any) -> 
         step(trained, 0)
         if dist.get_rank() == 1:
             raise Gone
-        both_have_stepped.wait(30)
+        both_have_stepped.wait()
         if dist.get_rank() == 0:
             with pytest.raises(dist.GroupAbortedError):
                 step(trained, 1)
@@ -401,6 +402,7 @@ def test_a_saved_state_of_a_divided_optimizer_goes_on_in_the_new_group() -> None
         optimizer.consolidate_state_dict(to=0)
         saved = [optimizer.state_dict() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(saved, src=0)
+        store_barrier()
         if dist.get_rank() == 1:
             raise Gone
         with pytest.raises(dist.GroupAbortedError):
@@ -424,7 +426,7 @@ def test_a_saved_state_of_a_divided_optimizer_goes_on_in_the_new_group() -> None
 
 def test_a_group_that_nothing_can_replace_is_named_with_the_one_in_its_place() -> None:
     """A hook that holds the group in its closure goes on with the old one, and hears that plainly."""
-    rebuilt = threading.Barrier(2, timeout=30)
+    rebuilt = threading.Barrier(2, timeout=WORLD_SECONDS)
 
     def body() -> None:
         group = dist.group.WORLD

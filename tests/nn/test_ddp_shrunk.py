@@ -8,7 +8,7 @@ from ddp_models import batch, loss, mlp
 
 import torchestra as dist
 from torchestra.nn.parallel import DistributedDataParallel
-from worlds import outcomes, run
+from worlds import outcomes, run, store_barrier
 
 
 class Gone(Exception):
@@ -32,6 +32,7 @@ def averages(wrapped: DistributedDataParallel) -> bool:
 
 def lose_rank_1(how: str) -> bool:
     wrapped = DistributedDataParallel(mlp(), gradient_as_bucket_view=how == "rebuild")
+    store_barrier()
     if dist.get_rank() == 1:
         raise Gone
     if how == "wrap anew after a forward":
@@ -66,6 +67,7 @@ def test_gradients_are_averaged_over_the_ranks_that_are_left(how: str) -> None:
 def rebuild_after_another() -> list[bool]:
     """Wrap a module anew after a death; after a second one, the first wrapper goes on, and then the other."""
     first = DistributedDataParallel(mlp())
+    store_barrier("first")
     if dist.get_rank() == 1:
         raise Gone
     with pytest.raises(dist.GroupAbortedError):
@@ -73,6 +75,7 @@ def rebuild_after_another() -> list[bool]:
     dist.group.WORLD.shrink()
     second = DistributedDataParallel(first.module)
     told = [averages(second)]
+    store_barrier("second")
     if dist.get_rank() == 0:
         raise Gone
     with pytest.raises(dist.GroupAbortedError):
