@@ -23,6 +23,7 @@ import pytest
 import torch.distributed
 
 from forking import Child
+from ports import free_port
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.rendezvous import Rendezvous, methods, rendezvous
 from torchestra.rendezvous.local_job import local_store_address
@@ -43,8 +44,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_port()
 
 
 def together(count: int, work: Callable[[int], T]) -> list[T]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.rendezvous import Rendezvous, over_mpi, rendezvous
 from torchestra.store import TCPStore, TCPStoreServer
@@ -28,8 +29,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_port()
 
 
 def test_ranks_meet_by_a_secret_given_as_argument(port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import torchestra as dist
+from ports import free_port
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, StoreTimeoutError
 from torchestra.system import deadline
 from worlds import await_note, leave_note, processes, results, run
@@ -131,9 +131,7 @@ def test_the_default_store_waits_as_long_as_the_group(scheme: str, tmp_path: Pat
     if scheme == "file":
         method = f"file://{tmp_path}/store"
     else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            method = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        method = f"tcp://127.0.0.1:{free_port()}"
     dist.init_process_group(init_method=method, rank=0, world_size=1, timeout=timedelta(seconds=1))
     try:
         with pytest.raises(StoreTimeoutError, match="nonexistent key"):

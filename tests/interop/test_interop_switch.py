@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 import torchestra
 import worlds
+from ports import free_port
 from torchestra.errors import InvalidArgumentError
 from torchestra.interop import autoload, switch
 from torchestra.interop.torch_distributed import TorchestraGroup, inner_group
@@ -39,12 +39,6 @@ ENVIRONMENT = {
     "PYTHONPATH": ":".join(map(str, (Path(torchestra.__file__).parents[1], HERE))),
     "OMP_NUM_THREADS": "1",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_unchanged(_: Store, rank: int, size: int, switched: bool, hosts: int, port: int, path: str) -> None:

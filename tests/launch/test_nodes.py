@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.launcher import launcher_rendezvous
 from torchestra.launcher import nodes as meeting
@@ -48,9 +48,7 @@ LIMIT_S = 100
 
 def free_address() -> str:
     """Where launchers can meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tuple[str, str, int]]:

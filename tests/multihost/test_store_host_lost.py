@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from simulated import host_names
 
 import torchestra as dist
+from ports import free_port
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.errors import InvalidArgumentError
@@ -60,9 +60,7 @@ def lose_the_master(store: Store, rank: int, size: int, init_method: str) -> Any
 
 
 def test_the_survivors_of_the_master_shrink_and_make_groups() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     with processes(sum(LAYOUT), lose_the_master, address, init=False) as world:
         ended = world.finish()
     assert [outcome.result() for outcome in ended[1:]] == [((1, 2, 3), ["ReplicatedStore"])] * 3

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 
 from forking import Child
+from ports import free_port
 from torchestra.errors import (
     DistNetworkError,
     DistStoreError,
@@ -48,11 +49,6 @@ def client_of(server: TCPStoreServer, **options: object) -> TCPStore:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_a_master_chooses_a_port_and_tells_it() -> None:
