@@ -18,7 +18,7 @@ from torch.autograd import profiler
 
 import torchestra as dist
 from torchestra.types import ReduceOp
-from worlds import outcomes, run
+from worlds import await_note, leave_note, outcomes, run
 
 pytestmark = needs_entries
 
@@ -94,15 +94,17 @@ def interrupt_when_inside(state: Any) -> None:
 
 
 def wait_for_an_interrupt() -> str:
-    """Rank 0 waits in an entry for a rank that does not come until it has left."""
+    """Rank 0 waits in an entry for rank 1, which calls only when rank 0 has left."""
     rank, tensor = dist.get_rank(), torch.ones(1)
     dist.all_reduce(tensor)
     communicator: Any = dist.group.WORLD.communicator
     if rank == 0:
+        await_note("rank 1 has completed it")  # in the first operation it would find the group aborted, too
         threading.Thread(target=interrupt_when_inside, args=(communicator.queue.state,)).start()
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(tensor)
     else:
+        leave_note("rank 1 has completed it")
         while not communicator.engine.is_aborted:
             time.sleep(0.01)
     with pytest.raises(dist.GroupAbortedError, match="KeyboardInterrupt") as caught:
