@@ -219,6 +219,32 @@ def test_a_rank_killed_amid_messages_is_named(network: Network) -> None:
     assert [outcome.error.ranks for outcome in survivors] == [(2,)] * 2  # type: ignore[union-attr]
 
 
+SLOW_SECONDS, SLOW_LINK = 4.0, "tbf rate 50mbit burst 64kb latency 50ms"
+SLOW_BYTES = 32_000_000  # at least five seconds
+
+
+def send_slowly() -> None:
+    """Rank 0 sends what its link needs longer for than the heartbeat bound."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(SLOW_BYTES, dtype=torch.uint8), 1)
+    else:
+        dist.recv(received := torch.zeros(SLOW_BYTES, dtype=torch.uint8), 0)
+        assert received.all()
+
+
+def test_a_host_is_not_silent_while_a_message_comes_for_longer_than_the_heartbeat_bound(
+    network: Network,
+) -> None:
+    for host in (0, 1):
+        network.shape(host, SLOW_LINK)
+    try:
+        with on_hosts(network, (1, 1), send_slowly, heartbeat=SLOW_SECONDS) as world:
+            results(world.finish())
+    finally:
+        for host in (0, 1):
+            network.unshape(host)
+
+
 def come_late(rank: int) -> Any:
     group, me = dist.new_group(), dist.get_rank()
     group.set_timeout(1.0)  # type: ignore[union-attr]

@@ -90,6 +90,7 @@ class Link:
     def __init__(self) -> None:
         self.link = self
         self.said: list[tuple[int, int, bytes]] = []
+        self.came_at: dict[int, float] = {}
         self.hear: Callable[[Message], None]
         self.lose: Callable[[int, str], None]
 
@@ -98,6 +99,9 @@ class Link:
 
     def post_text(self, rank: int, channel: int, what: int, text: bytes) -> None:
         self.said.append((rank, what, text))
+
+    def received_at(self, rank: int) -> float:
+        return self.came_at.get(rank, 0.0)
 
     def receive(self, source: int, what: ControlMessage, value: object) -> None:
         text = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -201,6 +205,22 @@ def test_a_monitor_gives_up_a_host_that_has_been_silent_for_the_bound(clock: Clo
     assert why.startswith("host b with rank 1 has been silent for 8 s")
     assert diagnosis.startswith("diagnosis (likely): killed host: host b with rank 1 does not answer: ")
     assert diagnosis.endswith("; rank 1 on host b was at train.py:9 in main")
+
+
+def test_a_host_whose_large_message_is_still_coming_is_not_silent(clock: Clock) -> None:
+    """Its acknowledgements come after the message."""
+    made, _, link = detector_of([[0], [1, 2]], 0)
+    for _ in range(3 * int(BOUND)):
+        made.check()
+        clock.now += 1.0
+        link.came_at[2] = clock.now
+    assert not made.silent
+    ended = clock.now
+    while not made.silent:
+        made.check()
+        clock.now += 1.0
+        assert clock.now - ended <= BOUND + 1.0
+    assert clock.now - ended > 0.75 * BOUND
 
 
 def test_a_monitor_that_gives_a_host_up_pings_on_while_the_others_are_told(

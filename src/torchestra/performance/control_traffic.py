@@ -84,6 +84,9 @@ class _CountingLink:
     def post_text(self, peer: int, kind: int, tag: int, text: bytes) -> None:
         self.sent.append((peer, tag, len(text)))
 
+    def received_at(self, peer: int) -> float:
+        return 0.0
+
 
 def _heartbeats(hosts: int, ranks_per_host: int) -> list[Traffic]:
     """Let the coordinator and another leader look once, and answer one ping; each does so every interval."""

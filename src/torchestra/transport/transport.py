@@ -205,6 +205,11 @@ class Transport:
         """Return whether the last attempt to connect to a rank has failed."""
         return bool(self._loop.peers[peer].refused)
 
+    def received_at(self, peer: int) -> float:
+        """Return when bytes last came from a rank, by the clock of the transport's thread; 0 for never."""
+        to = self._loop.peers.get(peer)
+        return 0.0 if to is None else to.received_at
+
     @property
     def is_closed(self) -> bool:
         """Return whether :meth:`close` has been called, or the thread has ended."""

@@ -8,9 +8,9 @@ acknowledgements carry the *membership updates*, as in SWIM (Das, Gupta, Motival
 or left as far as the sender knows. For its own host a rank learns that from the arena. A rank that is no
 leader pings a host when it waits for one of its ranks.
 
-A host that has acknowledged nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s) is given
-up: the group is aborted on all remaining hosts. Only time in which this process ran counts
-(:class:`SuspicionTimers`).
+A host that has acknowledged nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s), and of
+which no other bytes have come either, is given up: the group is aborted on all remaining hosts. Only time in
+which this process ran counts (:class:`SuspicionTimers`).
 
 *Events* are for all hosts, and are sent at once: that the group is over. The sender waits until the other
 hosts have confirmed it, or for a few seconds: its process may end next, and they would never know why. With
@@ -103,6 +103,7 @@ class FailureDetector:
         self._transport: GroupTransport | None = None
         self._unreachable: set[int] = set()
         self._pinged: dict[int, float] = {}  # by host: when
+        self._received_at: dict[int, float] = {}  # by host: when bytes came last, by the transport's clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
@@ -193,10 +194,25 @@ class FailureDetector:
     def _suspect(self, hosts: Sequence[int]) -> set[int]:
         """Return which of some hosts with ranks that have not gone are to be given up."""
         with self._lock:
+            for host in hosts:
+                if host not in self._timers.heard:
+                    self._record_bytes(host)
             silent_s = self._timers.silent_seconds(hosts)
         # The next look may be up to an interval too late.
         late = self.bound - 1.5 * self._interval
         return {host for host in hosts if silent_s[host] > late and self._contact(host) is not None}
+
+    def _record_bytes(self, host: int) -> None:
+        """Note that a host lives if bytes have come from it since it was heard from last.
+
+        Acknowledgements queue behind a large message, of which each piece is a sign of life.
+        """
+        if self._transport is None:
+            return
+        newest = max(map(self._transport.link.received_at, self.hosts.on(host)))
+        if newest > self._received_at.get(host, 0.0):
+            self._received_at[host] = newest
+            self._timers.record_contact(host)
 
     # -- incoming messages, on the thread of the transport
 
@@ -206,6 +222,8 @@ class FailureDetector:
         with self._lock:
             self._unreachable.discard(source)
             self._timers.record_contact(host)
+            if self._transport is not None:
+                self._received_at[host] = self._transport.link.received_at(source)
             self.silent.discard(host)
             if self._context.is_aborted:
                 self._heard_since.add(host)
