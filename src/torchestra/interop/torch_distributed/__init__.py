@@ -15,6 +15,7 @@ from torchestra.interop.torch_distributed.adoption import adopt, use
 from torchestra.interop.torch_distributed.functions import serve_functions
 from torchestra.interop.torch_distributed.group import TorchestraGroup, create_group
 from torchestra.interop.torch_distributed.inner import inner_group, monitored_barrier
+from torchestra.interop.torch_distributed.traced_messages import serve_batches
 from torchestra.interop.torch_distributed.works import TorchestraWork
 
 __all__ = [
@@ -38,6 +39,7 @@ def register() -> None:
     """
     register_backend(create_group)
     serve_functions()
+    serve_batches()
 
 
 def debug_handlers() -> list[Any]:

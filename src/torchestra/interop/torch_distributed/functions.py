@@ -56,19 +56,6 @@ def _monitored_barrier(original: _Function) -> _Function:
     return monitored_barrier
 
 
-def _add_ephemeral_timeout_for_all_pgs(original: _Function) -> _Function:
-    def add_ephemeral_timeout_for_all_pgs(timeout: timedelta) -> None:
-        groups = list(c10d._world.pg_map)
-        if groups and not any("nccl" in c10d._world.pg_backend_config[group] for group in groups):
-            raise InvalidArgumentError(
-                "_add_ephemeral_timeout_for_all_pgs extends time-outs of NCCL's groups only, and there is"
-                " none; torch.distributed.distributed_c10d._set_pg_timeout sets those of torchestra's"
-            )
-        original(timeout)
-
-    return add_ephemeral_timeout_for_all_pgs
-
-
 def _split_group(original: _Function) -> _Function:
     def split_group(
         parent_pg: Any = None,
@@ -148,7 +135,6 @@ def _create_shrunk_process_group(original: _Function) -> _Function:
 
 
 _SERVED: dict[str, Callable[[_Function], _Function]] = {
-    "_add_ephemeral_timeout_for_all_pgs": _add_ephemeral_timeout_for_all_pgs,
     "_set_pg_timeout": _set_pg_timeout,
     "monitored_barrier": _monitored_barrier,
     "split_group": _split_group,
