@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-_LIMIT_S = 60
+_LIMIT_S = 100
 
 
 class Finished(NamedTuple):
@@ -45,6 +45,15 @@ class Running:
     def lines(self, count: int) -> list[str]:
         """The next lines of its output, sorted."""
         return sorted(self.line() for _ in range(count))
+
+    def said_until(self, words: str) -> str:
+        """Return what it writes to its standard error, up to a line with these words."""
+        stderr: IO[str] = self.process.stderr  # type: ignore[assignment]
+        lines = [stderr.readline()]
+        while words not in lines[-1]:
+            assert lines[-1], f"it has ended without saying {words!r}: {''.join(lines)}"
+            lines.append(stderr.readline())
+        return "".join(lines)
 
     def send(self, signum: signal.Signals) -> None:
         """Signal the launcher alone."""

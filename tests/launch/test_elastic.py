@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchestra.cli import main
 from torchestra.launcher.command import _least_and_most
 from torchestra.launcher.membership_file import read_membership
+from torchestra.store.base import pauses
+
+LONG = 60.0
 
 PROGRAM = """
     import os, signal, sys, threading, time
@@ -47,13 +52,22 @@ def elastic(start, tmp_path):
     return begin
 
 
+def await_members(job: Any, as_wanted: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """Wait until the launcher says something of the job's members."""
+    for _ in pauses(LONG):
+        told = read_membership(job.process.pid)
+        if told is not None and as_wanted(told["members"]):
+            return
+    raise AssertionError(told)
+
+
 def without_numbers(text: str) -> list[str]:
     """The launcher's lines without times and process ids."""
     text = re.sub(r"pid \d+", "pid N", text)
     return re.sub(r"\d+\.\d{3} s", "T s", text).splitlines()
 
 
-def test_a_rank_that_is_killed_is_replaced_and_each_phase_is_told(elastic, nothing_left) -> None:
+def test_a_rank_that_is_killed_is_replaced_and_each_phase_is_told(elastic, tmp_path, nothing_left) -> None:
     """Survivors go on meanwhile; the replacement has the number of the dead rank, and is told to join."""
     job = elastic(
         3,
@@ -63,32 +77,31 @@ def test_a_rank_that_is_killed_is_replaced_and_each_phase_is_told(elastic, nothi
         meet(3)
         if rank == "1":
             die()
-        await_file("replaced")
+        await_file("has started")
         report("shrunk")
-        await_file("shrunk" if rank == "0" else "replaced")
+        await_file("have shrunk")
         report("trains")
-        open(path("trains" + rank), "w").close()
-        await_file("end")
     else:
         assert (rank, member, os.environ["LOCAL_RANK"]) == ("1", "1", "1")
         assert sys.stdin.read() == ""
-        open(path("replaced"), "w").close()
-        time.sleep(0.1)
-        open(path("shrunk"), "w").close()
-        await_file("trains0"); await_file("trains2")
+        await_file("train")
         report("joined")
+        await_file("has joined")
         report("trains")
-        time.sleep(0.1)
-        open(path("end"), "w").close()
+    await_file("trains")
     print("ended", rank)
     """,
         "--max-restarts",
         "7",
     )
+    said = ""
+    for phase in ("has started", "have shrunk", "train", "has joined", "trains"):
+        said += job.said_until(f" {phase}")
+        (tmp_path / phase).touch()
     code, out, err = job.finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"[rank {rank}] ended {rank}" for rank in range(3)]
-    assert without_numbers(err) == [
+    assert without_numbers(said + err) == [
         "torchestra: rank 1 (pid N) failed: killed by SIGKILL (out of memory?); ranks 0, 2 go on",
         "torchestra: rank 1: its replacement has started (pid N; restart 1 of 7), T s after the death",
         "torchestra: rank 1: ranks 0, 2 have shrunk the group, T s after the death",
@@ -111,14 +124,17 @@ def test_too_few_members_end_the_job_with_the_root_cause(elastic, nothing_left) 
         threading.Event().wait()
     meet(4)
     if rank == "2":
-        open(path("victim"), "w").write(str(os.getpid()))
-        time.sleep(0.2)
+        with open(path("pid"), "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(path("pid"), path("victim"))
+        for other in "013":
+            await_file("watches" + other)
         die()
     await_file("victim")
     import select
-    while not (text := open(path("victim")).read()):
-        pass
-    select.select([os.pidfd_open(int(text))], [], [])
+    victim = os.pidfd_open(int(open(path("victim")).read()))
+    open(path("watches" + rank), "w").close()
+    select.select([victim], [], [])
     raise RankFailedError("rank 2 died", (2,))
     """,
     )
@@ -205,14 +221,9 @@ def test_a_rank_that_has_ended_well_is_not_replaced_nor_is_any_after_it(elastic,
     """,
     )
     ended = Path(job.process.args[-1])
-    while not (ended / "waits").exists():
-        pass
-    launcher = job.process.pid
-    while {each["rank"]: each["state"] for each in read_membership(launcher)["members"]}[0] != "done":
-        pass
+    await_members(job, lambda members: members[0]["state"] == "done")
     (ended / "over").touch()
-    while "dead" not in {each["state"] for each in read_membership(launcher)["members"]}:
-        pass
+    await_members(job, lambda members: members[2]["state"] == "dead")
     (ended / "end").touch()
     code, _, err = job.finish()
     assert code == 0, err
@@ -253,7 +264,9 @@ def test_top_shows_members_and_restarts(elastic, capsys) -> None:
     if join:
         threading.Event().wait()
     dist.init_process_group()
+    open(path("met" + rank), "w").close()
     if rank == "0":
+        await_file("met1"); await_file("met2")
         sys.exit(3)
     try:
         dist.barrier()
@@ -264,10 +277,10 @@ def test_top_shows_members_and_restarts(elastic, capsys) -> None:
     """,
     )
     folder, launcher = Path(job.process.args[-1]), str(job.process.pid)
-    while not ((folder / "shrunk1").exists() and (folder / "shrunk2").exists()):
-        pass
-    while (told := read_membership(job.process.pid))["members"][0]["pid"] is None:
-        assert told["restarted"] == 1
+    for _ in pauses(LONG):
+        if (folder / "shrunk1").exists() and (folder / "shrunk2").exists():
+            break
+    await_members(job, lambda members: members[0]["restarts"] == 1 and members[0]["pid"] is not None)
     assert main(["top", "--once", "--interval", "0.05", "--job", launcher]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "elastic 1:5: 2 of 3 ranks are members; restarts: 1" in lines, lines

@@ -18,11 +18,14 @@ from pathlib import Path
 import pytest
 from test_nodes import LIMIT_S, ended, free_address
 
+from torchestra.launcher.launcher_rendezvous import parse_rendezvous
 from torchestra.launcher.node_ranks import NodeRanks, later_launchers
-from torchestra.store import HashStore
+from torchestra.store import HashStore, PrefixStore, TCPStore
+from torchestra.store.base import pauses
 from torchestra.system import deadline
 
-HEARTBEAT_S = 1.0
+SECRET = "of this test"
+HEARTBEAT_S = 3.0  # a busy machine may keep a launcher from speaking for a second
 PROGRAM = """
     import os, sys, time
     from torchestra.system.phases import report
@@ -31,9 +34,9 @@ PROGRAM = """
         while not os.path.exists(os.path.join(folder, name)):
             time.sleep(0.01)
     assert os.environ.get("TORCHESTRA_MEMBER") == (rank if join else None)
-    open(os.path.join(folder, f"{'joined' if join else 'began'}{rank}"), "w").close()
     report("joined")
     report("trains")
+    open(os.path.join(folder, f"{'joined' if join else 'began'}{rank}"), "w").close()
     await_file("end")
     print("ended", rank, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"])
 """
@@ -64,7 +67,7 @@ class Hosts:
         ]
         environment = {
             **os.environ,
-            "TORCHESTRA_SECRET": "of this test",
+            "TORCHESTRA_SECRET": SECRET,
             "TORCHESTRA_HOST_ID": f"node{node}",
             "TORCHESTRA_HEARTBEAT": str(HEARTBEAT_S),
         }
@@ -79,6 +82,16 @@ class Hosts:
         while not all((self.folder / name).exists() for name in names):
             assert time.monotonic() < until, sorted(path.name for path in self.folder.iterdir())
             time.sleep(0.01)
+
+    def wait_for_later(self, count: int) -> None:
+        """Wait until so many launchers that are not of the first ones have found the job."""
+        server = TCPStore(*parse_rendezvous(self._rendezvous), timeout=LIMIT_S, secret=SECRET)
+        store = PrefixStore("launchers", server)
+        for _ in pauses(LIMIT_S):
+            if len(found := list(later_launchers(store))) == count:
+                server.close()
+                return
+        raise AssertionError(found)
 
     def end(self) -> None:
         """Let the ranks end."""
@@ -108,6 +121,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_which_is_spare_when_it_comes
     lost.send_signal(signal.SIGKILL)
     back = job.come(1)
     job.wait("joined2", "joined3")
+    job.wait_for_later(2)
     job.end()
     out, err, code = ended(first)
     assert (code, err) == (0, ""), "the others go on"

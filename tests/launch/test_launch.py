@@ -139,6 +139,7 @@ def test_a_failed_rank_is_named(how, message, exit_code, cause) -> None:
 
 
 def test_a_time_out_names_the_ranks_and_where_they_are() -> None:
+    launch(rank, 1)  # so that the fork server runs: the time-out counts from the call
     with pytest.raises(LaunchTimeoutError) as caught:
         launch(wait_unless_first, 3, timeout=3)
     assert caught.value.ranks == (1, 2)

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import torchestra as dist
+from ports import free_port
 from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
 
 pytestmark = [
@@ -188,8 +189,7 @@ def test_a_cluster_that_is_too_small_is_no_hang(capfd: pytest.CaptureFixture[str
 
 
 def test_an_address_where_nobody_listens_is_an_error_at_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     (tmp_path / "job.py").touch()
     command = [sys.executable, "-m", "torchestra", "run", "--on", "ray", "--ray-address", address, "job.py"]
     environment = {**os.environ, "PYTHONPATH": SOURCES}

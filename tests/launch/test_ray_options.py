@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 import torchestra as dist
+from ports import free_port
 from torchestra.cli import main
 from torchestra.errors import DistError, InvalidArgumentError, NotReadyError
 
@@ -61,8 +61,7 @@ def test_an_address_where_nobody_listens_is_refused_before_ray_tries_it(
 ) -> None:
     """Ray would try it for half a minute, or for minutes."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"{scheme}127.0.0.1:{probe.getsockname()[1]}"
+    address = f"{scheme}127.0.0.1:{free_port()}"
     with pytest.raises(DistError, match=rf"no connection to a Ray cluster at {address}: \[Errno"):
         dist.launch(print, 2, on=dist.RayOptions(address=address))
 

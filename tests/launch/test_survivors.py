@@ -49,11 +49,7 @@ def test_a_killed_rank_does_not_end_the_others_and_is_reported(survive, nothing_
 
 def test_an_exception_is_survived_too_and_its_traceback_is_shown(survive, nothing_left) -> None:
     job, go_on = survive(2, 5, "if rank == 1: {}['key']")
-    told = ""
-    while not told.endswith("failed: exit code 1; rank 0 goes on\n"):
-        line = job.process.stderr.readline()
-        assert line, told
-        told += line
+    told = job.said_until("failed: exit code 1; rank 0 goes on")
     assert "KeyError: 'key'\ntorchestra: rank 1 (pid " in told
     go_on()
     assert job.finish() == (0, "[rank 0] went on\n", "torchestra: rank 0 ended well, without rank 1\n")
