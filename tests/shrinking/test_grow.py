@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_shrink import check_group, leave, meet, results, until_it_fails, world
+from test_shrink import await_candidate, check_group, leave, meet, results, until_it_fails, world
 
 import torchestra as dist
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.store import HashStore, Store
 from torchestra.world.registry import thread_rank
-from worlds import KINDS, Outcome, await_note, leave_note, processes
+from worlds import KINDS, OP_SECONDS, WORLD_SECONDS, Outcome, await_note, leave_note, processes
 
-SOON = 20.0
+SOON = OP_SECONDS
 Life = Callable[..., Any]
 
 
@@ -47,7 +47,7 @@ def on_threads(members: int, joiners: int, life: Life, arguments: tuple[Any, ...
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(3 * SOON)
+        thread.join(WORLD_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     return ended
 
@@ -232,8 +232,9 @@ def use_the_new_world(joins: bool, store: Store) -> tuple[Any, ...]:
     gradient = model.module.weight.grad
     assert torch.equal(gradient, torch.full((2, 4), 3.0))
     world().get_group_store().set(f"key {dist.get_rank()}", b"value")
+    value = world().get_group_store().get("key 2")
     dist.barrier()
-    return trio.group_name, world().get_group_store().get("key 2")
+    return trio.group_name, value
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,11 +281,13 @@ def test_a_script_that_only_inits_joins_where_the_launcher_says_so() -> None:
 
 def come_alone(joins: bool, store: Store) -> Any:
     if joins:
+        store.wait(["member is there"])
         with pytest.raises(dist.CollectiveTimeoutError, match=r"to join: no member has let it in.*grow\(\)"):
             dist.join(store=store, timeout=0.5)
         assert not dist.is_initialized()
         store.set("given up", b"")
         return None
+    store.set("member is there", b"")
     store.wait(["given up"])
     assert world().admission.waiting() == []  # type: ignore[union-attr]
     return None
@@ -389,19 +392,24 @@ def test_wrong_calls_are_refused() -> None:
 def be_interrupted(joins: bool, store: Store) -> Any:
     """Ctrl-C in join(), and in grow() while a rank is waited for; both may be called again."""
     if joins:
-        leave_note("joining")
         with pytest.raises(KeyboardInterrupt):
             dist.join(store=store)
         leave_note("joiner interrupted")
         dist.join(store=store, timeout=SOON)
         return world().size()
+    if dist.get_rank() == 1:
+        while not world().admission.waiting():  # type: ignore[union-attr]
+            time.sleep(0.002)
+        leave_note("joining")
     await_note("joiner interrupted")
     await_joiners()
     if dist.get_rank() == 0:
-        leave_note("growing")
         with pytest.raises(KeyboardInterrupt):
             world().grow()
         leave_note("interrupted")
+    else:
+        await_candidate(0)
+        leave_note("growing")
     await_note("interrupted")
     return world().grow().size()
 
@@ -410,7 +418,6 @@ def test_ctrl_c_gets_through_on_both_sides() -> None:
     with processes(3, live, 2, be_interrupted, (), init=False) as ranks:
         for note, rank in (("joining", 2), ("growing", 0)):
             ranks.await_file(note)
-            time.sleep(0.2)  # it is in the call soon; a signal before it is Ctrl-C all the same
             ranks.signal(rank, signal.SIGINT)
         assert results(ranks.finish()) == [3] * 3
 

@@ -150,8 +150,12 @@ def sleep_through_it(joins: bool, store: Store) -> Any:
             world().grow()
         return caught.value.survivors
     if rank == 0:
-        with pytest.raises(dist.CollectiveTimeoutError, match="rank 2 lives, but does not go on with it"):
-            world().grow(timeout=1.5)
+        missing: tuple[int, ...] = ()
+        while missing != (2,):  # the others may be slow
+            with pytest.raises(dist.CollectiveTimeoutError) as late:
+                world().grow(timeout=1.5)
+            missing = late.value.missing
+        assert "rank 2 lives, but does not go on with it" in str(late.value)
         new = world().grow(exclude=[2])
     else:
         new = world().grow()
@@ -163,7 +167,7 @@ def sleep_through_it(joins: bool, store: Store) -> Any:
 def test_a_member_that_sleeps_is_excluded_and_cannot_act_in_the_new_group() -> None:
     with processes(4, live, 3, sleep_through_it, (), init=False) as ranks:
         for rank in (0, 1):
-            ranks.await_file(f"gone on {rank}", SOON)
+            ranks.await_file(f"gone on {rank}")
         ranks.signal(2, signal.SIGCONT)
         ended = ranks.finish()
     assert [outcome.result() for outcome in ended] == [(0, 1, 2), (0, 1, 2), (0, 1), (0, 1, 2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ from test_shrink import check_group, world
 
 import torchestra as dist
 from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.process_group.reconfigure_meeting import ReconfigureMeeting
 from torchestra.store import Store
-from worlds import KINDS, outcomes, processes, run
+from worlds import KINDS, OP_SECONDS, WORLD_SECONDS, outcomes, processes, run
 
-SOON = 20.0
-SHORT = 0.6
+SOON = OP_SECONDS
+SHORT = 1.5
 
 
 def alone(store: Store | None = None, rank: int = -1, size: int = -1) -> tuple[dist.ProcessGroup, Store, int]:
@@ -41,7 +41,7 @@ def step(store: Store, name: str, count: int) -> None:
     """Wait until so many ranks have come to a point of the test."""
     if store.add(f"step/{name}", 1) == count:
         store.set(f"done/{name}", b"1")
-    store.wait([f"done/{name}"], SOON)
+    store.wait([f"done/{name}"], WORLD_SECONDS)
 
 
 def total(group: dist.ProcessGroup) -> float:
@@ -106,6 +106,7 @@ def train_in_reconfigured_groups(*place: Any) -> list[float]:
         model = dist.nn.parallel.DistributedDataParallel(module)
         backward(model)
         seen.append(float(module.weight.grad[0, 0]))  # type: ignore[index]
+        step(store, "first", 3)
         if rank != 1:
             with pytest.raises(dist.GroupAbortedError):
                 backward(model)
@@ -304,7 +305,13 @@ def interrupted(*place: Any) -> None:
     group, store, rank = alone(*place)
     both = handles_of(store, 0, 1)
     if rank == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        look = ReconfigureMeeting._look
+
+        def interrupt_and_look(meeting: ReconfigureMeeting, here: Store) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return look(meeting, here)
+
+        setattr(ReconfigureMeeting, "_look", interrupt_and_look)  # noqa: B010
         with pytest.raises(KeyboardInterrupt):
             group.reconfigure(1, [*both])
         step(store, "interrupted", 2)

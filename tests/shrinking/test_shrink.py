@@ -13,7 +13,17 @@ import torch
 import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.world.new_groups import make_group
-from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, run
+from worlds import (
+    KINDS,
+    WORLD_SECONDS,
+    Outcome,
+    await_note,
+    leave_note,
+    outcomes,
+    processes,
+    run,
+    store_barrier,
+)
 
 SOON = 20.0
 
@@ -290,6 +300,7 @@ def test_groups_without_a_lost_rank_go_on_and_the_others_say_what_is_wrong(kind:
 def lose_a_rank_of_a_subgroup() -> tuple[list[int], int]:
     rank = dist.get_rank()
     group = dist.new_group([3, 1, 2], sort_ranks=False)
+    store_barrier()
     if rank == 2:
         leave()
     if rank == 0:
@@ -330,6 +341,7 @@ def test_groups_whose_members_had_not_met_are_made_anew() -> None:
 
 def shrink_without_a_world(store: dist.Store, rank: int, size: int) -> tuple[int, ...]:
     group = dist.ProcessGroup(store, rank, size, timeout=SOON)
+    store.barrier("made", size)  # a death would abort it for who is still on the way out of making it
     if rank == 1:
         group.destroy()
         return ()
@@ -363,6 +375,7 @@ def come_late() -> str:
         world().shrink()
         check_group(world())
         return ""
+    await_note("rank 2 has ended")
     with pytest.raises(dist.CollectiveTimeoutError) as caught:
         world().shrink(timeout=0.3)
     assert caught.value.missing == (1,)
@@ -373,7 +386,10 @@ def come_late() -> str:
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named_and_may_come_later() -> None:
-    told, _ = results(outcomes("processes", 3, come_late))
+    with processes(3, come_late) as ranks:
+        ranks.wait(2)
+        open(ranks.path("rank 2 has ended"), "w").close()
+        told, _ = results(ranks.finish())
     assert "rank 1 lives, but has not called shrink(). Call shrink() again to go on waiting, or" in told
     assert "shrink(exclude=[1])" in told
     assert "\n  rank 1 " in told
@@ -395,6 +411,8 @@ def sleep_through_it() -> str:
     await_note("stopped")
     with pytest.raises(dist.CollectiveTimeoutError):
         world().shrink(timeout=0.2)
+    leave_note(f"rank {rank} has given up")
+    await_note(f"rank {2 - rank} has given up")  # or this rank's exclusion would be the other's as well
     new = world().shrink(exclude=[1])
     assert new.lost_ranks == (1,)
     check_group(new)
@@ -439,17 +457,27 @@ def test_ranks_that_exclude_each_other_are_both_out(kind: str) -> None:
 
 
 def be_interrupted() -> tuple[int, ...]:
-    """Rank 0 gets Ctrl-C while it waits for rank 1; and both find together afterwards."""
+    """Rank 0 gets Ctrl-C while it waits for rank 1; both shrink the group afterwards."""
     meet()
     if dist.get_rank() == 2:
         leave()
     if dist.get_rank() == 0:
-        leave_note("waiting")
         with pytest.raises(KeyboardInterrupt):
             world().shrink()
         leave_note("interrupted")
+    else:
+        await_candidate(0)
+        leave_note("waiting")
     await_note("interrupted")
     return world().shrink().previous_ranks
+
+
+def await_candidate(rank: int) -> None:
+    """Wait until a rank has called shrink() or grow(); it waits there for this rank."""
+    registers, deadline = world().communicator.engine.context.registers, time.monotonic() + WORLD_SECONDS
+    while rank not in registers.candidates():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_ctrl_c_gets_through_and_the_rank_may_come_again() -> None:
