@@ -136,6 +136,10 @@ def _count_an_empty_flush(self: PairConnection, clock: float) -> None:
     self.sent_at = clock
 
 
+def _wait_for_one_connection_only(self: PairConnection, heartbeat: float | None) -> bool:
+    return False
+
+
 def _fork_to_the_lost(self: RRefContext, rref: Reference, to: int, forks: list[ForkData]) -> None:
     with mock.patch.object(self, "_lost", set()):
         _fork(self, rref, to, forks)
@@ -279,6 +283,9 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "count an empty flush": Mutation(
         PairConnection, "flush", _count_an_empty_flush, RpcWorld, rpc.plan(13), "which is well"
+    ),
+    "wait for one connection only": Mutation(
+        PairConnection, "_may_be_heard", _wait_for_one_connection_only, AutogradWorld, rpc.plan(37), "died"
     ),
     "fork to the lost": Mutation(RRefContext, "fork", _fork_to_the_lost, RpcWorld, rpc.plan(42), "still has"),
     "keep nothing": Mutation(RRefContext, "fork", _keep_nothing, RpcWorld, rpc.plan(0), "still has"),

@@ -118,6 +118,14 @@ class Flow:
         while len(self._queue) > kept:
             self._queue.pop()
 
+    def end(self, action: Callable[[], None]) -> None:
+        """Have the other end learn that nothing more comes, right after all else."""
+        network = self._network
+        self._last = max(self._last, network.run.now + network.quality.delay)
+        self._queue.append((self._last, action))
+        self.is_cut = True
+        self._time()
+
     def _time(self) -> None:
         if self._queue and not self._is_timed:
             self._is_timed = True

@@ -71,6 +71,19 @@ class _Socket(Source):
         pass
 
 
+class _Incoming:
+    """A connection as its receiver sees it, in place of listener.IncomingConnection.
+
+    Attributes:
+        has_ended: all that the sender had sent before the end has come.
+    """
+
+    has_ended = False
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
 class _Connection:
     """A connection of a PUSH socket to a PULL socket, after its handshake has begun."""
 
@@ -80,6 +93,7 @@ class _Connection:
         self.back = pull.network.flow(pull.process, push.process)
         self.user = ""
         self.has_ended = False
+        self.incoming = _Incoming()
         pull.connections.append(self)
         hosts = push.process.host, pull.process.host
         pull.network.connections.append((*hosts, self.reset))
@@ -106,6 +120,7 @@ class _Connection:
         if not self.has_ended:
             self.has_ended = True
             self.forth.cut()
+            self.incoming.end()
             self.push.lose(self)
 
 
@@ -192,6 +207,8 @@ class PushSocket(_Socket):
 
     def close(self, linger: int | None = None) -> None:
         self._is_over = True
+        if self._connection is not None:
+            self._connection.forth.end(self._connection.incoming.end)
         self._connection = None
 
     def _crash(self) -> None:
@@ -225,8 +242,8 @@ class PullSocket(_Socket):
             self._is_asleep, self._is_signalled = False, True
             self.changed(self.run)
 
-    def receive(self) -> tuple[str, bytes] | None:
-        """Return the next frame and the user it is of."""
+    def receive(self) -> tuple[_Connection, bytes] | None:
+        """Return the next frame and the connection that it came over."""
         self.run.seam()
         self._is_signalled = False
         if not self._frames:
@@ -234,7 +251,7 @@ class PullSocket(_Socket):
             return None
         connection, frame = self._frames.popleft()
         connection.push.taken()
-        return connection.user, frame
+        return connection, frame
 
     def close(self, linger: int | None = None) -> None:
         if self._where is not None:
@@ -350,8 +367,8 @@ class SimulatedListener:
     def open(self, expected: int) -> None:
         self._inbox.listen(self._where)
 
-    def prove(self, descriptor: int) -> None:
-        pass
+    def prove(self, descriptor: _Connection) -> _Incoming:
+        return descriptor.incoming
 
     def check(self, expected: int) -> None:
         if not expected:
@@ -364,11 +381,9 @@ class SimulatedListener:
 class SimulatedInbox:
     """In place of transport/inbox.py, which calls libzmq by its C interface."""
 
-    descriptor = 0
-
     def __init__(self, socket: PullSocket) -> None:
         self._socket = socket
-        self._frame: tuple[str, bytes] | None = None
+        self._frame: tuple[_Connection, bytes] | None = None
 
     def receive(self) -> bool:
         if self._frame is None or not self._frame[1]:
@@ -386,6 +401,11 @@ class SimulatedInbox:
 
     @property
     def sender(self) -> str:
+        assert self._frame is not None
+        return self._frame[0].user
+
+    @property
+    def descriptor(self) -> _Connection:
         assert self._frame is not None
         return self._frame[0]
 

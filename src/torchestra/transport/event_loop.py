@@ -397,8 +397,7 @@ class EventLoop:
             return False
         peer.received_at = self._clock
         if accepted > peer.accepted:
-            listener.prove(self._inbox.descriptor)
-            peer.accept(accepted)
+            peer.accept(accepted, listener.prove(self._inbox.descriptor))
         self._guarded(peer, self._handle_data, peer, self._inbox.frame)
         return bool(peer.end_reason)
 

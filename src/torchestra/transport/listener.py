@@ -22,6 +22,7 @@ import logging
 import os
 import random
 import socket
+import stat
 import struct
 import time
 from collections.abc import Callable
@@ -46,6 +47,32 @@ _LAST_SECONDS = 0.5
 _BACKLOG = 256  # ZeroMQ still accepts those that wait there when the port is shut
 
 _log = logging.getLogger(__name__)
+
+
+class IncomingConnection:
+    """A peer's connection to this rank, which is ZeroMQ's.
+
+    Args:
+        descriptor: of the connection; ZeroMQ closes it once it has read all that the peer sent before that.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._inode = _inode(descriptor)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether ZeroMQ has closed it, so that the inbox has all that will ever come over it."""
+        return self._inode is None or _inode(self._descriptor) != self._inode
+
+
+def _inode(descriptor: int) -> tuple[int, int] | None:
+    """Return what tells a socket from all others of this host; None if the descriptor is not a socket's."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
 
 class Listener:
@@ -91,14 +118,16 @@ class Listener:
         self._inbox.set(zmq.USE_FD, self._port.dup().detach())  # ZeroMQ closes what it is given
         self._inbox.bind(self.endpoint)
 
-    def prove(self, descriptor: int) -> None:
+    def prove(self, descriptor: int) -> IncomingConnection:
         """Note that the connection on this descriptor is a peer's, as ZeroMQ has let a message through.
 
         ZeroMQ may report only later that the connection has begun, and that a stranger's with the same
         descriptor has ended. So the listener keeps the address of its other end, so as not to shut it down.
         """
         self._unproved.discard(descriptor)
-        self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
+        if not self._closed:
+            self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
+        return IncomingConnection(descriptor)
 
     def check(self, expected: int) -> None:
         """Read the events, shut some strangers' connections down if they are too many, and the port in time.

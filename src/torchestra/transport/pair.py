@@ -14,16 +14,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from torchestra.transport import control_frames
 from torchestra.transport.endpoint import EndpointRecord
-from torchestra.transport.framing import FRONT_BYTES, MessageAssembler, frames, text_frames
+from torchestra.transport.framing import MessageAssembler
 from torchestra.transport.message import Sending
+from torchestra.transport.outgoing import ControlFrame, OutgoingMessage, Parts
+
+if TYPE_CHECKING:
+    from torchestra.transport.listener import IncomingConnection
 
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _MAX_QUEUED = 1 << 26  # bytes
@@ -42,67 +46,6 @@ _FAILED = {
 _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
 _BROKEN = "died (its connection has ended)"
-
-Parts = Sequence[tuple[int, int]]
-
-
-class _Outgoing:
-    """A message that is to be sent.
-
-    Args:
-        parts, keep: the address and length of each part, and the object they belong to; or
-        text: all of a message that has one part.
-        done: called when the parts may be changed.
-        reliable: the message is kept, and resent, until the other rank has confirmed it.
-
-    Attributes:
-        sequence: its number among the messages to that rank, from 1.
-    """
-
-    __slots__ = ("_keep", "_kind", "_parts", "_tag", "_text", "done", "reliable", "sequence", "size")
-
-    def __init__(
-        self,
-        kind: int,
-        tag: int,
-        parts: Parts,
-        keep: object,
-        text: bytes | None = None,
-        done: Callable[[], None] | None = None,
-        reliable: bool = False,
-    ) -> None:
-        self._kind, self._tag, self._parts, self._keep, self._text = kind, tag, parts, keep, text
-        self.done, self.reliable = done, reliable
-        self.sequence = 0
-        self.size = sum(length for _, length in parts) if text is None else len(text)
-
-    @property
-    def is_short(self) -> bool:
-        """Return whether it fits in one frame."""
-        return self.size <= FRONT_BYTES and (self._text is not None or len(self._parts) == 1)
-
-    def frames(self) -> Iterator[bytes | memoryview]:
-        """Return its frames."""
-        if self._text is not None:
-            return text_frames(self._kind, self._tag, self._text, self.sequence)
-        return frames(self._kind, self._tag, self._parts, self._keep, self.sequence)
-
-
-class _Control(_Outgoing):
-    """A frame that is no message."""
-
-    __slots__ = ("_frame",)
-
-    def __init__(self, frame: bytes) -> None:
-        super().__init__(0, 0, (), None)
-        self._frame = frame
-
-    @property
-    def is_short(self) -> bool:
-        return True
-
-    def frames(self) -> Iterator[bytes | memoryview]:
-        return iter((self._frame,))
 
 
 class PairConnection:
@@ -137,6 +80,7 @@ class PairConnection:
     wanted = True
     _retry_for: float | None = None
     _since_end = 0.0
+    _incoming: IncomingConnection | None = None
 
     def __init__(
         self, rank: int, endpoint: EndpointRecord, reconnects: bool = False, again_for: float | None = None
@@ -161,8 +105,8 @@ class PairConnection:
         self._since_end = 0.0
         self._last_check = 0.0
         self._controls: deque[bytes] = deque()
-        self._queue: deque[_Outgoing] = deque()
-        self._unconfirmed: deque[_Outgoing] = deque()
+        self._queue: deque[OutgoingMessage] = deque()
+        self._unconfirmed: deque[OutgoingMessage] = deque()
         self._frames: Iterator[bytes | memoryview] | None = None  # of the message that is being sent
         self._frame: bytes | memoryview | None = None
         # A finaliser that interrupts a caller may call again; then `_flushing` is set.
@@ -187,13 +131,13 @@ class PairConnection:
         sending: Sending | None = None,
     ) -> None:
         """Queue a message; ``done`` is called when it was sent. A reliable one is kept until confirmed."""
-        self._put(_Outgoing(kind, tag, parts, keep, done=done, reliable=reliable), sending)
+        self._put(OutgoingMessage(kind, tag, parts, keep, done=done, reliable=reliable), sending)
 
     def post_text(self, kind: int, tag: int, text: bytes) -> None:
         """Queue a message of one part, which is kept until it is confirmed."""
-        self._put(_Outgoing(kind, tag, (), None, text, reliable=True))
+        self._put(OutgoingMessage(kind, tag, (), None, text, reliable=True))
 
-    def _put(self, message: _Outgoing, sending: Sending | None = None) -> None:
+    def _put(self, message: OutgoingMessage, sending: Sending | None = None) -> None:
         with self._lock:  # nothing is called in here, so an interrupt comes before all of it, or after it
             self._posted += message.size
             self._sequence += 1
@@ -212,7 +156,7 @@ class PairConnection:
         if control.startswith(control_frames.SENT_FIRST):
             self._controls.append(control)
         else:
-            self._queue.append(_Control(control))
+            self._queue.append(ControlFrame(control))
 
     @property
     def posted(self) -> int:
@@ -265,7 +209,7 @@ class PairConnection:
         self._frames_sent += 1
         return True
 
-    def _note_sent(self, message: _Outgoing, ended: list[Callable[[], None]]) -> None:
+    def _note_sent(self, message: OutgoingMessage, ended: list[Callable[[], None]]) -> None:
         self._sent += message.size
         if message.reliable and self.reconnects:
             self._unconfirmed.append(message)
@@ -369,9 +313,9 @@ class PairConnection:
                 self.sent_at = clock
             self.blocked = False
 
-    def accept(self, connection: int) -> None:
+    def accept(self, number: int, connection: IncomingConnection) -> None:
         """Begin to receive over another connection, and drop a message that the last one left incomplete."""
-        self.accepted = connection
+        self.accepted, self._incoming = number, connection
         self.assembler = MessageAssembler(self.rank)
 
     def note_received(self, sequence: int, size: int) -> bool:
@@ -420,7 +364,7 @@ class PairConnection:
             self.wanted = self.joined = self.hello_acked = False
             self._ended, self._frames, self._frame, self.broken = None, None, None, ""
             self._since_end = 0.0
-            kept = [each for each in self._queue if each.reliable or isinstance(each, _Control)]
+            kept = [each for each in self._queue if each.reliable or isinstance(each, ControlFrame)]
             kept[:0] = self._unconfirmed
             self._unconfirmed.clear()
             self._controls.clear()
@@ -442,7 +386,8 @@ class PairConnection:
             # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
             passed = min(clock - self._last_check, _ENDED_TICK)
             self._since_end += passed
-            self._ended = 0.0 if self.received_at >= self._last_check else self._ended + passed
+            is_heard = self.received_at >= self._last_check or self._may_be_heard(heartbeat)
+            self._ended = 0.0 if is_heard else self._ended + passed
             if self.reconnects:
                 # What it sends goes over a connection of its own, which may be as good as ever.
                 if self._ended > grace or self._since_end > _LONGEST_END:
@@ -454,6 +399,14 @@ class PairConnection:
                 f"died or is cut off (nothing has been heard of it for {clock - self.received_at:.1f} s)"
             )
         self._last_check = clock
+
+    def _may_be_heard(self, heartbeat: float | None) -> bool:
+        """Return whether more may come of what the other rank sent before it ended this rank's connection.
+
+        The network delays each of the two connections by itself: the end of one tells nothing of the other.
+        """
+        waits = not self.reconnects and self._since_end < (heartbeat or _LONGEST_END)
+        return waits and self._incoming is not None and not self._incoming.has_ended
 
     def _note_event(self, event: zmq.Event, clock: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

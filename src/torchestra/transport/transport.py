@@ -9,10 +9,12 @@ if they wait for them (:meth:`Transport.receive_for`). One thread (event_loop.py
 met. Ranks that :meth:`Transport.expect` has made known are connected when one of the two first sends the
 other something.
 
-*Liveness.* When a connection ends, its rank counts as gone, and messages in transit over it are lost; no loss
-is silent. An owner that knows by other means which ranks live can have another connection made instead
-(``broken``), over which reliable messages are sent again. A rank that says goodbye has shut down. With a
-``heartbeat`` each rank sends the others a sign of life now and then, so that they notice a host that is gone.
+*Liveness.* When both connections between two ranks have ended, each counts as gone for the other, and
+what was in transit is lost; no loss is silent. When one has ended, messages may still come over the
+other for the time of a heartbeat. An owner that knows by other means which ranks live can have another
+connection made instead (``broken``), over which reliable messages are sent again. A rank that says
+goodbye has shut down. With a ``heartbeat`` each rank sends the others a sign of life now and then, so
+that they notice a host that is gone.
 
 *Strangers.* Nobody gets a message through without a key of one of the expected ranks (endpoint.py). The port
 is open only until all of these are connected; if ranks may connect at any time, as long as the transport is.
@@ -50,8 +52,8 @@ class Transport:
         lost: called with each rank that is gone, after all that it had sent has come, and with how it ended.
         broken: called with a rank whose connection has ended without a goodbye, and how; then the transport
             makes another one. Default: the rank is lost.
-        grace: for how many seconds after a rank has ended its connection without a goodbye its earlier
-            messages may still come: they use another connection, which a bad link may have delayed.
+        grace: for how many seconds after a rank has ended its connections without a goodbye this process may
+            still find messages of it that have come.
         grows: ranks become known at any time, by :meth:`expect`, and go, by :meth:`forget`; so this rank
             takes connections as long as it lives. They must listen before others know of them, and one
             that has not let this rank in after the time of a heartbeat is given up.
