@@ -420,8 +420,12 @@ def set_timeout(timeout: float) -> None:
 
 
 def meet_and_set_timeout(timeout: float) -> None:
-    """Meet in a barrier, and give the default group a short time-out for the operations after it."""
+    """Meet in a barrier, and give the default group a short time-out for the operations after it.
+
+    No rank is in the barrier any more when another one's time is over.
+    """
     dist.barrier()
+    store_barrier("short time-out")
     set_timeout(timeout)
 
 
