@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -20,8 +21,9 @@ from torchestra.engine.memory import heap as heap_module
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap
 from torchestra.errors import InvalidArgumentError
-from worlds import KINDS, mappings, run
+from worlds import KINDS, mapped_files, mappings, run
 
+SOON = 20.0
 HEAP_BYTES = 64 << 20
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
@@ -155,10 +157,13 @@ def test_tensors_outlive_their_group(kind: str) -> None:
 
 def test_no_memory_is_mapped_when_group_and_tensors_are_gone() -> None:
     gc.collect()
-    mapped = mappings()
+    mapped = mapped_files()
     run("threads", 3, outlive_the_group)
     gc.collect()
-    assert set(mappings()) <= set(mapped)
+    deadline = time.monotonic() + SOON
+    while left := mapped_files() - mapped:  # a thread that ends holds what is left for a moment
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
 
 
 def shapes_and_fills() -> None:

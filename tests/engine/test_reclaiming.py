@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.operations import COLLECTIVES, Kind
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from torchestra.system.deadline import Deadline
 from torchestra.types import ReduceOp
-from worlds import await_note, leave_note, meet_and_set_timeout, processes, run
+from worlds import OP_SECONDS, await_note, leave_note, meet_and_set_timeout, processes, run, set_timeout
 
 LENGTH = 1 << 20  # 4 MiB, which a rank reduces in many blocks
 _REDUCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
@@ -74,11 +76,14 @@ def reduce_here(tensor: torch.Tensor, kind: Kind, root: int | None) -> None:
 
 
 def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
-    """Rank 1 stops itself; the others shrink, use the tensor, and let it go on. How much it has changed."""
+    """Rank 1 stops itself; the others shrink, use the tensor, and let it go on. How much it has changed.
+
+    Only the others have a short time-out, and only in the operation that they give up.
+    """
     rank = dist.get_rank()
     before, tensor, behind = dist.empty(3), dist.empty(LENGTH), dist.empty(3)
     tensor.fill_(1.0)
-    meet_and_set_timeout(1.0)
+    meet_and_set_timeout(1.0 if rank != 1 else OP_SECONDS)
     if rank == 1:
         call_in_the_middle(engine_here(), kind, root, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         with pytest.raises(GroupAbortedError):
@@ -86,6 +91,7 @@ def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
         return []
     with pytest.raises((CollectiveTimeoutError, GroupAbortedError)):
         reduce_here(tensor, kind, root)
+    set_timeout(OP_SECONDS)
     dist.group.WORLD.shrink(exclude=[1])
     for each in (before, tensor, behind):
         each.fill_(7.0)
@@ -118,7 +124,7 @@ def give_up_a_slow_thread(gone_on: threading.Event) -> int:
     engine = engine_here()
     tensor = dist.empty(LENGTH)
     tensor.fill_(1.0)
-    meet_and_set_timeout(0.5)
+    meet_and_set_timeout(0.5 if dist.get_rank() == 0 else OP_SECONDS)
     if dist.get_rank() == 1:
 
         def wait_for_the_other() -> None:
@@ -135,7 +141,7 @@ def give_up_a_slow_thread(gone_on: threading.Event) -> int:
         dist.all_reduce(tensor)
     tensor.fill_(7.0)
     gone_on.set()
-    assert _thread_is_out.wait(20.0)
+    assert _thread_is_out.wait(OP_SECONDS)
     return int((tensor != 7.0).sum())
 
 
@@ -144,15 +150,32 @@ def test_a_thread_that_is_slow_is_waited_for() -> None:
     assert run("threads", 2, give_up_a_slow_thread, threading.Event()) == [0, 0]
 
 
-def give_up_a_thread_for_ever(go_on: threading.Event) -> str:
+def expire_only_after(event: threading.Event) -> None:
+    """Let no operation of this rank time out before an event, however late that is."""
+    context: Any = engine_here().context
+    check = context.check
+
+    def check_later(doing: str, blocked: int, deadline: Deadline, suspect: int | None, **more: Any) -> Any:
+        return check(doing, blocked, deadline if event.is_set() else None, suspect, **more)
+
+    context.check = check_later
+
+
+def give_up_a_thread_for_ever(is_inside: threading.Event, go_on: threading.Event) -> str:
     tensor = dist.empty(LENGTH)
     tensor.fill_(1.0)
-    meet_and_set_timeout(0.3)
+    meet_and_set_timeout(0.3 if dist.get_rank() == 0 else OP_SECONDS)
     if dist.get_rank() == 1:
-        call_in_the_middle(engine_here(), Kind.all_reduce, None, lambda: go_on.wait(20.0) and None)
+
+        def stay() -> None:
+            is_inside.set()
+            assert go_on.wait(OP_SECONDS)
+
+        call_in_the_middle(engine_here(), Kind.all_reduce, None, stay)
         with pytest.raises(GroupAbortedError):
             dist.all_reduce(tensor)
         return ""
+    expire_only_after(is_inside)
     with pytest.raises(DistBackendError) as caught:
         dist.all_reduce(tensor)
     go_on.set()
@@ -161,7 +184,7 @@ def give_up_a_thread_for_ever(go_on: threading.Event) -> str:
 
 def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaiming, "_SECONDS_FOR_THREADS", 0.1)
-    told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event())
+    told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event(), threading.Event())
     assert "do not use the tensor" in told
     assert "rank 1 may still write into it, and has been there for 0.1 s" in told
 
