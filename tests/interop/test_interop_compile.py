@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
 from interop.torch_worlds import run
 
@@ -69,3 +70,33 @@ def compile_messages(folder: str) -> list[list[float]]:
 def test_messages_are_traced(tmp_path: Path) -> None:
     both = run(2, compile_messages, str(tmp_path), switched=True, backend="gloo")
     assert both == [[[4, 0], [0, 4]], [[2, 0], [0, 2]]]
+
+
+def train(model: torch.nn.Module) -> list[float]:
+    """Return the losses of some steps; buckets are rebuilt after the first."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def wrapped() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    )
+
+
+def compile_wrapped() -> None:
+    """C++ calls the group's methods here, under the compiler's eyes."""
+    assert train(torch.compile(wrapped(), backend="aot_eager")) == pytest.approx(train(wrapped()))
+
+
+def test_a_wrapped_module_is_compiled() -> None:
+    run(2, compile_wrapped, switched=True, backend="gloo")

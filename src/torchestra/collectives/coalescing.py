@@ -18,6 +18,7 @@ from torchestra.communicator.queue import describe_coalesced
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember
+from torchestra.system.untraced import untraced
 from torchestra.tensors import checks
 from torchestra.tensors.override import as_tuple, overridden
 from torchestra.types import ReduceOp
@@ -269,3 +270,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         if index not in together:
             works[index] = op.begin()
     return [work for _, work in sorted(works.items()) if work is not None]
+
+
+for _name in __all__:
+    untraced(globals()[_name])

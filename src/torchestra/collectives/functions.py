@@ -27,6 +27,7 @@ from torchestra.engine.operations import (
     SCATTER,
 )
 from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.system.untraced import untraced
 from torchestra.tensors import checks
 from torchestra.tensors.override import as_tuple, overridden
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
@@ -435,3 +436,7 @@ def irecv(
         return None
     source = sender_of(member, src, group_src, "irecv")
     return member.communicator.irecv(tensor, source, checks.check_tag(tag, "irecv"))
+
+
+for _name in __all__:
+    untraced(globals()[_name])

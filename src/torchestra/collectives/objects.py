@@ -24,6 +24,7 @@ from torchestra.collectives.group_arguments import member_of, root_of, sender_of
 from torchestra.engine.operations import ALL_GATHER, ALL_TO_ALL, SCATTER
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
 from torchestra.process_group import ProcessGroup
+from torchestra.system.untraced import untraced
 from torchestra.tensors.packed_objects import BLOCK_BYTES, PackedObjects, Unreadable
 from torchestra.world.init import AnyGroup, default_group
 
@@ -416,3 +417,7 @@ def _check_device(device: object, name: str) -> None:
     count = module.device_count() if hasattr(module, "device_count") else 0
     if (chosen.index or 0) >= count:
         raise InvalidArgumentError(f"{name}: `device` is {chosen}, but there is no such device here")
+
+
+for _name in __all__:
+    untraced(globals()[_name])

@@ -32,6 +32,7 @@ from torchestra.engine.operations import (
     Collective,
 )
 from torchestra.errors import InvalidArgumentError
+from torchestra.system.untraced import untraced
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, default_group
@@ -212,3 +213,7 @@ def start_all(plans: Sequence[PersistentOperation]) -> None:
 
 def _begins_late(plan: PersistentOperation) -> bool:
     return plan.name != "send"
+
+
+for _name in __all__:
+    untraced(globals()[_name])

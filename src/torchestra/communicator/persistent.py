@@ -28,6 +28,7 @@ from torchestra.communicator.work import Work
 from torchestra.engine.interface import Prepared
 from torchestra.engine.operations import Collective
 from torchestra.errors import DistError, InvalidArgumentError, NotReadyError
+from torchestra.system.untraced import untraced
 from torchestra.tensors.arguments import Call, pieces
 from torchestra.tensors.contiguity import make_contiguous, write_back
 from torchestra.types import ReduceOp, Timeout
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@untraced
 class PersistentOperation:
     """An operation on fixed tensors that can be started many times; made by ``all_reduce_init`` and its like.
 
@@ -159,6 +161,7 @@ class PersistentOperation:
         return f"<{type(self).__name__.lstrip('_')} {self.name}, {state}>"
 
 
+@untraced
 class PersistentCollective(PersistentOperation):
     """A persistent collective on the tensors of ``call``, which were checked."""
 
@@ -244,6 +247,7 @@ class PersistentCollective(PersistentOperation):
         self._queue.run(self._perform, self.name, reads=self._reads)
 
 
+@untraced
 class PersistentMessage(PersistentOperation):
     """A persistent message from or to the memory of a tensor, which was checked."""
 
@@ -289,6 +293,7 @@ class PersistentMessage(PersistentOperation):
             write_back([self._tensor], [self._buffer])
 
 
+@untraced
 class PersistentCall(PersistentOperation):
     """A persistent operation that calls the ordinary one at every start, for tensors not in host memory."""
 

@@ -15,6 +15,7 @@ import torch
 from torchestra.errors import CollectiveTimeoutError, DistError
 from torchestra.system.forking import forks_so_far, refusal
 from torchestra.system.kept_errors import fail_future, fresh, without_frames
+from torchestra.system.untraced import untraced
 from torchestra.types import Timeout, timeout_seconds
 
 _POLL_SECONDS = 1.0  # how long a waiting thread may miss an end if an interrupt has prevented its wake-up
@@ -64,6 +65,7 @@ class _Future(torch.futures.Future[Any]):
         return chained
 
 
+@untraced
 class Work:
     """An asynchronous operation of a group, as every collective returns it with ``async_op=True``.
 

@@ -14,11 +14,13 @@ from torchestra.process_group.growing import GroupAdmission
 from torchestra.process_group.reconfiguring import Reconfiguration, refuse_if_reconfigurable
 from torchestra.process_group.shrinking import NewMembership, check_members, shrunk, surviving_bridge
 from torchestra.store import Store
+from torchestra.system.untraced import untraced
 from torchestra.types import Timeout
 
 _Group = TypeVar("_Group", bound="MembershipMethods")
 
 
+@untraced
 class MembershipMethods:
     """Replaces a group by one without the ranks that were lost, or with new ones."""
 

@@ -11,10 +11,12 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import tensor_lists as lists
 from torchestra.process_group.forms import Tensors
 from torchestra.process_group.monitored_barrier import monitored_barrier
+from torchestra.system.untraced import untraced
 from torchestra.tensors import checks
 from torchestra.types import Timeout, timeout_seconds
 
 
+@untraced
 class MessageMethods:
     """Send and receive messages; to be called by the two ranks only. Each takes a list of one tensor."""
 

@@ -31,6 +31,7 @@ from torchestra.store.collective_errors import raise_on_all_ranks
 from torchestra.store.secret import Secret
 from torchestra.store.torch_agent import TorchStore
 from torchestra.system.phases import report
+from torchestra.system.untraced import untraced
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 from torchestra.world.joining import JOIN_VARIABLE, join_world, joins_by_environment
 from torchestra.world.reconfiguring import make_reconfigurable_world
@@ -104,6 +105,7 @@ def is_initialized() -> bool:
 
 
 @checked
+@untraced
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -334,6 +336,7 @@ def start_group(
 
 
 @checked
+@untraced
 def destroy_process_group(group: AnyGroup | None = None) -> None:
     """Leave a group, or with None (or the default group) all of them.
 

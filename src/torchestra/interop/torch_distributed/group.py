@@ -27,11 +27,13 @@ from torchestra.interop.torch_distributed.other_devices import Membership, backe
 from torchestra.interop.torch_distributed.rendezvous import rendezvous, without_peers
 from torchestra.interop.torch_distributed.works import TorchestraWork
 from torchestra.process_group import ProcessGroup
+from torchestra.system.untraced import untraced
 from torchestra.types import Timeout
 
 _Base: Any = distributed.ProcessGroup  # whose annotations leave out half of what its methods take
 
 
+@untraced
 class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     """A ``torch.distributed.ProcessGroup`` on torchestra's engine.
 

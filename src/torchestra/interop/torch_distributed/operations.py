@@ -29,6 +29,7 @@ from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraW
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.forms import FORMS
 from torchestra.process_group.tensor_lists import check_pieces
+from torchestra.system.untraced import untraced
 from torchestra.types import ReduceOp, Timeout
 
 _SUM: Any = c10d.ReduceOp.SUM
@@ -42,6 +43,7 @@ _OPERATORS = {
 """By method: torch's operator for it, which passes the dispatcher where a group is C++."""
 
 
+@untraced
 class CoalescedBlock:
     """A block of coalesced operations: collectives start at its end, messages at once."""
 
@@ -71,6 +73,7 @@ class CoalescedBlock:
             self._group.communicator.queue.leave(describe_coalesced(self._steps), error)
 
 
+@untraced
 class Operations:
     """Runs the operations of a group of torch.distributed, which all ranks call in one order, messages apart.
 

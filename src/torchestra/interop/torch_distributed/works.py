@@ -12,12 +12,14 @@ from torch._C._distributed_c10d import Work as TorchWork
 from torchestra.communicator.work import Work
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
+from torchestra.system.untraced import untraced
 
 _NO_LIMIT = (None, timedelta(0))  # torch's C++ passes these if the wait has no time-out of its own
 
 AnyFuture = torch.futures.Future[Any]
 
 
+@untraced
 class TorchestraWork(TorchWork):
     """A :class:`torchestra.Work` as a ``torch.distributed.Work``. Errors are torch.distributed's too."""
 
@@ -78,6 +80,7 @@ def _value(future: AnyFuture) -> Any:
     return future.value()
 
 
+@untraced
 class FinishedWork(TorchWork):
     """The work of an operation that has ended well, which is cheap to make."""
 

@@ -15,8 +15,8 @@ from torchestra.nn.parallel.autograd_hooks import GradientHooks, weak_method
 from torchestra.nn.parallel.buckets import shared_flat
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
 from torchestra.nn.parallel.statistics import Counters
-from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
+from torchestra.system.untraced import untraced
 from torchestra.types import ReduceOp
 
 

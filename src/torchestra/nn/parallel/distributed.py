@@ -52,8 +52,8 @@ from torchestra.nn.parallel.torch_names import (  # noqa: F401
     _find_tensors,
     _MixedPrecision,
 )
-from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
+from torchestra.system.untraced import untraced
 from torchestra.world.init import AnyGroup, default_group, is_initialized
 
 _NOT_COPIED = (
