@@ -15,13 +15,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import rpc_workers
 from torchestra.engine import warm_up
 
 _TAG = "TORCHESTRA_TEST_TAG"
-_END_SECONDS = 10.0
+_END_SECONDS = 60.0
 _WARM = "_ranks_start_warm"  # the fixture of folders whose tests run ranks
+
+# How long an example takes on a busy machine tells nothing. Each run has the same examples, in any worker and
+# order; `--hypothesis-profile explore` draws others.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("tests", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("tests")
 
 # A shell has what it runs in the background ignore Ctrl-C, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -41,8 +41,8 @@ from torchestra.world.registry import thread_rank
 KINDS = ("threads", "processes")
 
 # How long a rank waits for the others unless a test says otherwise, and how long a whole world may take.
-OP_SECONDS = 30.0
-WORLD_SECONDS = 60.0
+OP_SECONDS = 100.0
+WORLD_SECONDS = 200.0
 
 
 class Outcome(NamedTuple):
@@ -447,10 +447,7 @@ def store_barrier(name: str = "here") -> None:
 
 
 def await_arrival(rank: int, limit: float = WORLD_SECONDS) -> None:
-    """Wait until another rank is in the operation of the default group that this rank has not begun yet.
-
-    It waits there as long as this rank stays away: to interrupt it now is to interrupt it in that wait.
-    """
+    """Wait until another rank waits in the operation of the default group that is the next of this rank."""
     context: Any = dist.group.WORLD.communicator.engine.context
     upcoming = context.load_word(layout.SEQUENCE) + 1
     deadline = time.monotonic() + limit
@@ -474,6 +471,15 @@ def await_note(name: str, limit: float = WORLD_SECONDS) -> None:
     while not os.path.exists(path):
         if time.monotonic() > deadline:
             raise AssertionError(f"nobody has written {name} after {limit} s")
+        time.sleep(0.002)
+
+
+def collect_until(condition: Callable[[], bool], limit: float = WORLD_SECONDS) -> None:
+    """Collect garbage until a condition holds: a collection does nothing while another thread collects."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"still referred to after {limit} s"
+        gc.collect()
         time.sleep(0.002)
 
 

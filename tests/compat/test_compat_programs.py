@@ -149,7 +149,7 @@ def run(*command: str, cwd: Path) -> str:
         [sys.executable, *command],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(Path(torchestra.__file__).parents[1])},
-        timeout=100,
+        timeout=250,
         text=True,
         capture_output=True,
         check=False,

@@ -74,7 +74,7 @@ def test_a_test_that_hangs_or_dies_costs_only_itself(tmp_path: Path) -> None:
     (tmp_path / "cases.py").write_text(CASES)
     told: list[Ending] = []
     endings = run_module(
-        "module", "cases", tmp_path, {}, 3.0, lambda name: "not_wanted" not in name, told.append
+        "module", "cases", tmp_path, {}, 8.0, lambda name: "not_wanted" not in name, told.append
     )
     assert told == endings
     assert [(ending.test, ending.how) for ending in endings] == [

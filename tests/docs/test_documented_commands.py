@@ -23,7 +23,7 @@ BLOCKS = [(page, block) for page in READ for block in page.commands]
 RUN = [(page, block) for page, block in BLOCKS if block.run]
 # Other people's programs, whose arguments are not checked here.
 NOT_OURS = {"export", "mpiexec", "srun", "torchrun"}
-RUN_SECONDS = 100
+RUN_SECONDS = 250
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

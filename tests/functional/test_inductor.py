@@ -74,9 +74,10 @@ def generated_code() -> list[str]:
     return []
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_compiled_anew")
 def test_generated_code() -> None:
-    codes = run("threads", 2, generated_code, limit=110.0)[0]
+    codes = run("threads", 2, generated_code, timeout=500.0, limit=550.0)[0]
     exchanges = [code for code in codes if _EXCHANGE in code]
     assert len(exchanges) >= 2, "forward and backward"
     for code in exchanges:

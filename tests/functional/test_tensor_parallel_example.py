@@ -69,6 +69,6 @@ def test_a_difference_on_one_rank_is_noticed_on_all(example: ModuleType) -> None
 
 def test_the_script_says_that_the_networks_agree() -> None:
     command = [sys.executable, "-m", "torchestra", "run", "--nproc", "2", str(SCRIPT), "--backend", "none"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "weights differ from the undivided network's by" in ended.stdout

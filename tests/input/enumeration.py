@@ -45,8 +45,8 @@ ALSO_CALLED = {
     "from_group": ("DeviceMesh",),
     "find_or_make_group": ("new_group",),
 }
-SECONDS = 2.0
-STUCK = 30.0
+SECONDS = 20.0
+STUCK = 100.0
 MAX_CHARACTERS = 1000
 
 

@@ -14,11 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from right_calls import UNCHECKED
+
+pytestmark = pytest.mark.timeout(600)  # for the calls, which the first of the tests makes
 
 HERE = Path(__file__).parent
 EVERY = 2  # of the calls, which all together take half a minute
-SECONDS = 300
+SECONDS = 500
 MAX_TOLD = 40
 
 # What is annotated with Any, or takes whatever is callable or can be pickled.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import nn
 import torchestra as dist
 from torchestra.nn.parallel import DDPStatistics, DistributedDataParallel
 from torchestra.nn.parallel.coalesced import batches, broadcast_coalesced
-from worlds import run
+from worlds import collect_until, run
 
 
 class Counting(nn.Module):
@@ -181,8 +180,7 @@ def test_the_module_outlives_its_wrapper() -> None:
         loss(wrapped(batch(1))).backward()
         alive = weakref.ref(wrapped)
         del wrapped
-        gc.collect()
-        assert alive() is None
+        collect_until(lambda: alive() is None)
         assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
         if dist.get_rank() == 0:
             loss(model(batch(1))).backward()

@@ -23,7 +23,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
-SECONDS = 100
+SECONDS = 250
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,8 @@ def test_kill_of_a_process_is_a_real_death() -> None:
 
 
 def stay_away() -> int:
-    worlds.meet_and_set_timeout(1.0)
     with faults.drop_out(rank=0, at="barrier", nth=2):
-        dist.barrier()
+        worlds.meet_and_set_timeout(1.0)
         dist.barrier()
     return 0
 

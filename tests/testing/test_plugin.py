@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -218,10 +219,10 @@ def test_a_hang_is_reported_by_the_engine_with_who_waits_for_whom(pytester: pyte
 import threading
 release = threading.Event()
 
-@pytest.mark.ranks(2, timeout=1.5)
+@pytest.mark.ranks(2, timeout=4)
 def test_hang():
     if dist.get_rank() == 1:
-        release.wait(10)
+        release.wait(100)
     else:
         dist.barrier()
 
@@ -261,7 +262,7 @@ def test_with_s_lines_are_prefixed(pytester: pytest.Pytester) -> None:
 PROCESSES = """
 import os, signal, sys
 
-pytestmark = pytest.mark.ranks(2, kind="processes", timeout=20)
+pytestmark = pytest.mark.ranks(2, kind="processes", timeout=100)
 
 @pytest.fixture
 def own():
@@ -313,11 +314,11 @@ def test_skips():
 def test_xfails():
     raise KeyError("gone")
 
-@pytest.mark.ranks(2, kind="processes", timeout=1.5, init=False)
+@pytest.mark.ranks(2, kind="processes", timeout=4, init=False)
 def test_hangs():
     import time
     if os.environ["RANK"] == "1":
-        time.sleep(60)
+        time.sleep(100)
 
 def test_leaves():
     sys.exit(0)
@@ -332,7 +333,7 @@ def test_ranks_as_processes(pytester: pytest.Pytester) -> None:
     assert "about to fail 1" in text
     assert "taken down" in text
     assert "the process of rank 0 ended with signal 9" in text
-    assert "rank 1 of 2 processes had not ended after 3.875 s" in text
+    assert "rank 1 of 2 processes had not ended after 7 s" in text
     assert "in test_hangs" in text
 
 
@@ -378,7 +379,7 @@ import os, threading, time
 import torch.distributed as td
 from torch.nn.parallel import DistributedDataParallel
 
-both = pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeout=20)
+both = pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeout=100)
 
 @both
 def test_in_the_default_group_of_torch():
@@ -412,10 +413,10 @@ def test_a_program_makes_its_group_itself(again):
     inner_group(td.group.WORLD)
     td.destroy_process_group()
 
-@pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeout=1.5)
+@pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeout=4)
 def test_waits_for_a_rank_that_sleeps():
     if td.get_rank() == 1:
-        release.wait(8)
+        release.wait(100)
     td.barrier()
 
 release = threading.Event()
@@ -439,7 +440,7 @@ def test_returns_early():
 def test_makes_a_second_default_group():
     td.init_process_group("gloo")
 
-@pytest.mark.ranks(2, world="torch", timeout=20)
+@pytest.mark.ranks(2, world="torch", timeout=100)
 def test_exits():
     if td.get_rank() == 1:
         os._exit(7)
@@ -461,9 +462,9 @@ def test_ranks_in_the_world_of_torch_distributed(pytester: pytest.Pytester) -> N
         _, _, hang = text.partition(f" test_waits_for_a_rank_that_sleeps[2-{kind}] _")
         hang = hang.partition("\n____")[0]
         assert f"on rank 0 of 2 {kind}" in hang
-        assert "timed out after 1.5 s on rank 0: rank 1 had not arrived" in hang
+        assert re.search(r"timed out after [\d.]+ s on rank 0: rank 1 had not arrived", hang)
         assert ">       td.barrier()" in hang
-        assert "in test_waits_for_a_rank_that_sleeps\n    release.wait(8)" in hang, "where rank 1 was"
+        assert "in test_waits_for_a_rank_that_sleeps\n    release.wait(100)" in hang, "where rank 1 was"
         _, _, raised = text.partition(f" test_raises[2-{kind}] _")
         raised = raised.partition("\n____")[0]
         assert f"on rank 1 of 2 {kind}" in raised
@@ -485,16 +486,16 @@ import os, time
 
 class Slow:
     def __repr__(self):
-        time.sleep(3)  # as formatting takes it on a busy machine
+        time.sleep(4)  # as formatting takes it on a busy machine
         return "<slow>"
 
-@pytest.mark.ranks(2, kind="processes", timeout=0.5)
+@pytest.mark.ranks(2, kind="processes", timeout=4)
 def test_it(request):
     if dist.get_rank() == 0:
         slow = Slow()
         dist.barrier()
     else:
-        time.sleep(30)
+        time.sleep(100)
 """
 
 

@@ -19,7 +19,7 @@ class Cases(MultiProcessTestCase):
     """Cases that the tests below run; pytest itself does not."""
 
     __test__ = False
-    timeout = 60.0
+    timeout = 200.0
 
     @property
     def world_size(self) -> int:

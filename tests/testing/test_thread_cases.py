@@ -87,15 +87,13 @@ def test_leaving_with_a_code_for_skipping_skips() -> None:
 def test_a_rank_that_hangs_is_named_with_where_it_is() -> None:
     release = threading.Event()
 
-    @spawn_threads_and_init_comms(world_size=2, timeout=0.5)
+    @spawn_threads_and_init_comms(world_size=2, timeout=4)
     def hangs() -> None:
         if dist.get_rank() == 1:
             release.wait()
 
     try:
-        with pytest.raises(
-            RankFailure, match=r"Thread 1 terminated or timed out after 0\.5 seconds"
-        ) as caught:
+        with pytest.raises(RankFailure, match="Thread 1 terminated or timed out after 4 seconds") as caught:
             hangs()
         assert "release.wait()" in str(caught.value)
     finally:

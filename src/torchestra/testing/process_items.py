@@ -19,7 +19,7 @@ from torchestra.testing.outcomes import Outcome
 from torchestra.testing.rank_pool import RankPool, RankWorld, Released
 from torchestra.testing.stacks import late_outcome
 
-_GRACE_S = 2.0  # for ranks released by the failure of another
+_GRACE_S = 5.0  # for ranks released by the failure of another, even on a busy machine
 _REPORT_S = 60.0  # for a rank to report where it raised, even on a busy machine
 _POLL_INTERVAL_S = 0.5
 

@@ -25,7 +25,7 @@ from torchestra.testing.marker import RanksSpec, show_as
 from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.testing.stacks import read_dump
 
-_DUMP_S = 1.0
+_DUMP_S = 10.0  # for a rank to write its stack, even on a busy machine
 _DUMP_POLL_S = 0.01
 
 
@@ -142,14 +142,15 @@ class RankWorld:
                 os.kill(self._pids[rank], number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, list[FrameSummary]]:
-        """Return the stacks of running ranks, by rank; empty for one that does not report in time."""
+        """Return the stacks of running ranks, by rank; empty or cut for one that is not done in time."""
         self.signal(signal.SIGUSR1, ranks)
         deadline = time.monotonic() + _DUMP_S
-        stacks: dict[int, list[FrameSummary]] = {rank: [] for rank in ranks}
-        while not all(stacks.values()) and time.monotonic() < deadline:
+        while True:
+            dumps = {rank: read_dump(self._request.stack_of(rank)) for rank in ranks}
+            waited_for = [rank for rank in self.running if rank in dumps and not dumps[rank][1]]
+            if not waited_for or time.monotonic() > deadline:
+                return {rank: frames for rank, (frames, _) in dumps.items()}
             self.wait(_DUMP_POLL_S)
-            stacks = {rank: read_dump(self._request.stack_of(rank)) for rank in ranks}
-        return stacks
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks that are still running, and wait until they are gone."""

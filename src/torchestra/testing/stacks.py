@@ -17,6 +17,7 @@ from torchestra.testing.outcomes import Outcome
 _SIGNAL = signal.SIGUSR1
 _RUNNERS = ("/_pytest/", "/pluggy/", "/pytest_timeout")
 _HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
 _FRAME = re.compile(r'  File "(.*)", line (\d+)(?: in (.*))?$')
 
 
@@ -33,21 +34,27 @@ def dump_on_signal(path: str) -> None:
 _dump_file: object = None
 
 
-def read_dump(path: str) -> list[FrameSummary]:
-    """Return the frames of the test's thread, the outermost first; an empty list without a dump."""
+def read_dump(path: str) -> tuple[list[FrameSummary], bool]:
+    """Return the frames of the test's thread, the outermost first, and whether these are all.
+
+    The process writes them one by one, the innermost first; no frames are there before it begins.
+    """
     try:
         with open(path, errors="replace") as file:
             own, *lines = file.read().splitlines()
     except (OSError, ValueError):
-        return []
+        return [], False
     frames: list[FrameSummary] = []
-    listening = False
+    listening = whole = False
     for line in lines:
         if (head := _HEAD.match(line)) is not None:
             listening = int(head[1], 16) == int(own, 16)
         elif listening and (found := _FRAME.match(line)) is not None:
             frames.append(FrameSummary(found[1], int(found[2]), found[3] or "?"))
-    return frames[::-1]
+            whole = found[3] in _OUTERMOST
+        elif listening and line.strip() == "...":  # faulthandler writes no more than a hundred
+            whole = True
+    return frames[::-1], whole
 
 
 def late_outcome(rank: int, frames: Sequence[FrameSummary]) -> Outcome:

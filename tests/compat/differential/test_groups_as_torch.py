@@ -260,9 +260,12 @@ def on_both(_: Store, rank: int, size: int, program: list[Call]) -> list[tuple[C
                 init_method=f"file://{path}",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=30),
+                timeout=timedelta(seconds=worlds.OP_SECONDS),
             )
             outcomes.append([outcome(CALLS[name], side, rank, *arguments) for name, arguments in program])
+            worlds.leave_note(f"{rank} has done {number}")
+            for peer in range(size):  # who leaves ends an operation of Gloo in which another still is
+                worlds.await_note(f"{peer} has done {number}")
             side.destroy_process_group()
     return list(zip(program, *outcomes, strict=True))
 

@@ -19,7 +19,7 @@ from torchestra import compat
 from torchestra.communicator.work import WorkResult
 from torchestra.compat.testing import spawn_threads_and_init_comms
 
-SECOND = timedelta(seconds=1)
+LONG = timedelta(seconds=100)
 
 
 WITH_CONTROL_COLLECTIVES = [side for side in SIDES if hasattr(side, "_StoreCollectives")]
@@ -57,14 +57,14 @@ def test_control_collectives_of_two_ranks(side: Any) -> None:
 
     def body(rank: int) -> None:
         own = side._StoreCollectives(store, rank, 2)
-        own.barrier("barrier", SECOND)
+        own.barrier("barrier", LONG)
         first = rank == 0
         found[rank] = [
-            own.all_sum("sum", rank + 1, SECOND),
-            own.broadcast_send("told", "x", SECOND) if first else own.broadcast_recv("told", SECOND),
-            own.gather_recv("gathered", "y", SECOND) if first else own.gather_send("gathered", "z", SECOND),
-            own.scatter_send("cast", ["0", "1"], SECOND) if first else own.scatter_recv("cast", SECOND),
-            own.all_gather("every", str(rank), SECOND),
+            own.all_sum("sum", rank + 1, LONG),
+            own.broadcast_send("told", "x", LONG) if first else own.broadcast_recv("told", LONG),
+            own.gather_recv("gathered", "y", LONG) if first else own.gather_send("gathered", "z", LONG),
+            own.scatter_send("cast", ["0", "1"], LONG) if first else own.scatter_recv("cast", LONG),
+            own.all_gather("every", str(rank), LONG),
         ]
 
     threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
@@ -119,7 +119,7 @@ def test_objects_as_tensors_and_small_functions() -> None:
             own._tensor_to_object(data, size, None),
             (data.dtype, size.dtype, int(size) == data.numel()),
             outcome(own._check_valid_timeout, 3).errors,
-            outcome(own._check_valid_timeout, SECOND),
+            outcome(own._check_valid_timeout, LONG),
             own._get_default_timeout("gloo"),
             (own.PG_WRAPPER_STORE_PREFIX, own.STORE_BASED_BARRIER_PREFIX),
             importlib.import_module(f"{side.__name__}.constants").default_pg_timeout,
