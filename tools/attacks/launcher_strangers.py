@@ -12,7 +12,7 @@ from typing import Any
 from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
 
-SECONDS_TO_START, SECONDS_TO_END = 30.0, 30.0
+SECONDS_TO_START, SECONDS_TO_END = 100.0, 100.0
 
 
 def attack(seconds: float) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 from tools.attacks import Outcome
@@ -19,7 +20,7 @@ hindrance = root_only
 def attack(seconds: float) -> Outcome:
     """Serve this user's clients, over TCP and over a Unix socket, while another user says what they would."""
     outcome = Outcome()
-    for host in ("127.0.0.1", "unix:@torchestra-attack"):
+    for host in ("127.0.0.1", f"unix:@torchestra-attack-{os.getpid()}"):
         _serve(outcome, host, seconds / 2)
     return outcome
 
