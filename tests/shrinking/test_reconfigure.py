@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from test_shrink import check_group, world
 
 import torchestra as dist
 from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.errors import GradientReductionError
+from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.process_group.reconfigure_meeting import ReconfigureMeeting
 from torchestra.store import Store
 from worlds import KINDS, OP_SECONDS, WORLD_SECONDS, outcomes, processes, run
@@ -323,3 +326,33 @@ def interrupted(*place: Any) -> None:
 
 def test_an_interrupted_rank_tells_the_others() -> None:
     run("processes", 2, interrupted, init=False)
+
+
+def use_wrappers_as_they_were() -> list[str]:
+    """Reconfigure the group before a forward, and between a forward and its backward."""
+    group, store, rank = alone()
+    said = []
+    for number in (0, 2):
+        group.reconfigure(number, handles_of(store, 0, 1))
+        model = DistributedDataParallel(torch.nn.Linear(3, 1))
+        loss = model(torch.ones(2, 3)).sum()
+        group.reconfigure(number + 1, handles_of(store, 1, 0))
+        step(store, f"reconfigured {number}", 2)  # who raises in backward aborts the group
+        use = partial(model, torch.ones(2, 3)) if number == 0 else loss.backward
+        with pytest.raises(GradientReductionError) as raised:
+            use()
+        said.append(str(raised.value))
+        step(store, f"raised {number}", 2)
+    group.reconfigure(4, handles_of(store, 0, 1))
+    model.rebuild()
+    model.zero_grad()
+    model(torch.full((2, 3), float(rank))).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+    return said
+
+
+def test_a_wrapper_whose_group_was_reconfigured_says_so_and_what_to_call() -> None:
+    for said in run("threads", 2, use_wrappers_as_they_were, init=False):
+        for number, message in zip((1, 3), said, strict=True):
+            assert f"group 'default' was reconfigured (uuid {number}) after the module was wrapped" in message
+            assert "call rebuild() of the wrapper on all ranks" in message

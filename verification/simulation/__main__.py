@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subjects = list(SUBJECTS) if options.subject is None else [options.subject]
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(min(options.processes, len(seeds)), mp_context=context) as pool:
-        return max(_simulate(pool, subject, seeds) for subject in subjects)
+        return int(any(_simulate(pool, subject, seeds) for subject in subjects))
 
 
 def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> int:

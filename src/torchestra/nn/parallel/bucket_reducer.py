@@ -55,6 +55,11 @@ _AVG, _SUM = ReduceOp.AVG, ReduceOp.SUM
 _now = time.perf_counter_ns
 
 
+def _uuid(group: ProcessGroup) -> int | None:
+    """Return which call of reconfigure() a group is from; None if it is from none."""
+    return None if group.reconfiguration is None else group.reconfiguration.uuid
+
+
 class _PendingBucket:
     """A bucket whose reduction has been started.
 
@@ -110,7 +115,8 @@ class BucketReducer:
         as_views: bool,
         overlap: bool,
     ) -> None:
-        self._communicator = group.communicator
+        self._group, self._communicator = group, group.communicator
+        self._reconfigured_as = _uuid(group)
         self._store = store
         self._names = names
         self._counters = counters
@@ -153,6 +159,16 @@ class BucketReducer:
 
     # -- start
 
+    def check_group(self) -> None:
+        """Raise a GradientReductionError if the group has other ranks than when this was made."""
+        if (uuid := _uuid(self._group)) != self._reconfigured_as:
+            raise GradientReductionError(
+                f"rank {self._group.rank()}: group {self._communicator.name!r} was reconfigured (uuid {uuid})"
+                " after the module was wrapped, and the wrapper still averages over the ranks that were in it"
+                " before; call rebuild() of the wrapper on all ranks of the group, and broadcast the"
+                " parameters, buffers and optimizer state of one of them, before the next step"
+            )
+
     def start(self, bucket: Bucket, unused: Collection[int], is_last: bool) -> None:
         """Gather a bucket's gradients and begin to reduce them.
 
@@ -161,8 +177,10 @@ class BucketReducer:
             is_last: no other bucket will be started in this round.
 
         Raises:
-            GradientReductionError: a gradient is missing or not as expected.
+            GradientReductionError: a gradient is missing or not as expected, or the group was reconfigured.
         """
+        if self._reconfigured_as is not None:
+            self.check_group()
         pending = self._pending[bucket.number] = _PendingBucket(self._store.take(bucket.parameters), unused)
         # With create_graph=True the gradients are part of a graph, and must not change.
         if torch.is_grad_enabled():

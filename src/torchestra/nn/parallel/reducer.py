@@ -262,8 +262,9 @@ class Reducer(TorchReducerNames):
         """Count a forward pass that begins, and whose gradients are to be reduced.
 
         Raises:
-            GradientReductionError: the previous round has not ended.
+            GradientReductionError: the previous round has not ended, or the group was reconfigured.
         """
+        self._bucket_reducer.check_group()
         self.check_finished()
         if self._agreed_order is not None:
             self._rebuild()
