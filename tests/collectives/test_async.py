@@ -24,7 +24,7 @@ from torchestra.errors import (
 )
 from worlds import KINDS, run
 
-SOON = 20.0
+SOON = 60.0
 
 
 def a_thousand(device: str) -> None:

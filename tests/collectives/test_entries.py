@@ -22,7 +22,7 @@ from worlds import await_note, leave_note, outcomes, run
 
 pytestmark = needs_entries
 
-SOON = 20.0
+SOON = 60.0
 
 
 def count_references() -> None:

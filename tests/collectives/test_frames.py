@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -33,11 +34,13 @@ def functions_entered(call: Callable[[], object]) -> list[str]:
         if event == "call":
             entered.append(frame.f_code.co_name)
 
+    gc.disable()  # finalizers and callbacks of a collection are none of the call's
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return entered[1:]
 
 

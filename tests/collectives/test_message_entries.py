@@ -20,7 +20,7 @@ from worlds import KINDS, run
 
 pytestmark = pytest.mark.skipif(tensor_access.access_to_tensors() is None, reason=tensor_access.why_not())
 
-SOON = 20.0
+SOON = 60.0
 THREADS = 3
 LENGTHS = (1, 20, 5_000, 70_000, 300_000, 70_000, 8, 20_000)
 """Bytes: inside a header, one piece, several pieces, more than the ring holds."""

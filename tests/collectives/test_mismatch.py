@@ -188,7 +188,7 @@ def go_on(call: Call, asynchronous: bool, behind: bool) -> None:
 def differ_late(gate: threading.Barrier, name: str, asynchronous: bool, behind: bool) -> str:
     """Operations that do not fit, then others that do: small ones of which one rank does not wait, or any."""
     odd, even, _, _ = LATE[name]
-    gate.wait(30)  # else a rank may hear of the end in the last operation that fitted
+    gate.wait(60)  # else a rank may hear of the end in the last operation that fitted
     with pytest.raises(LateMismatchError) as caught:
         go_on(even if dist.get_rank() else odd, asynchronous, behind)
     with pytest.raises(LateMismatchError):

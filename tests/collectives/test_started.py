@@ -195,7 +195,7 @@ def asked_whether_it_is_done() -> None:
             tell()
             while ask and not plan.is_completed():
                 pass
-            assert plan.wait(timeout=5.0)
+            assert plan.wait(timeout=30.0)
         else:
             hear()
             plan()

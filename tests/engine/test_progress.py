@@ -26,7 +26,7 @@ from torchestra.engine.progress import ProgressThread
 from torchestra.errors import GroupAbortedError
 from worlds import run
 
-SOON = 20.0
+SOON = 60.0
 NEVER = 3600.0  # a grace in which the thread takes nothing by itself
 
 

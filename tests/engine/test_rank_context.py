@@ -23,7 +23,7 @@ import pytest
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.program import describe_programs
-from torchestra.engine.failure import liveness
+from torchestra.engine.failure import collecting, liveness
 from torchestra.engine.failure.hang_report import host_report
 from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
 from torchestra.engine.failure.mismatches import call_of, tell_call
@@ -37,7 +37,7 @@ from torchestra.engine.recorder import callsites
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 
-SOON = 20.0
+SOON = 60.0
 
 
 @pytest.fixture
@@ -136,8 +136,9 @@ def test_a_rank_that_explains_for_too_long_says_in_the_end_what_the_others_have_
 
 
 def test_a_rank_that_takes_its_time_to_say_why_is_waited_for(
-    contexts: tuple[RankContext, RankContext],
+    contexts: tuple[RankContext, RankContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rank_context, "_CLAIM_SECONDS", SOON)
     zero, one = contexts
     asked, told = threading.Event(), threading.Event()
     set_text = zero.arena.set_text
@@ -397,9 +398,11 @@ def test_asking_for_the_call_site_keeps_nothing_alive() -> None:
 
 
 def test_what_a_rank_called_and_where_its_program_is_do_not_overwrite_each_other(
-    contexts: tuple[RankContext, RankContext],
+    contexts: tuple[RankContext, RankContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watcher may be asked while the ranks tell each other of a mismatch."""
+    for limit in ("_ANSWER_SECONDS", "_MAX_ANSWER_SECONDS"):
+        monkeypatch.setattr(collecting, limit, SOON)  # its thread may not get the processor
     zero, one = contexts
     tell_call(zero.arena, 0, "all_reduce(SUM) of 3 elements")
     watcher = StackReporter(zero.arena, 0, "pair", threading.current_thread(), lambda: zero.closed)
