@@ -90,6 +90,46 @@ def test_a_death_after_the_hosts_were_found_is_told_at_once(culprit: int, first:
             assert f"rank {culprit} died before all ranks of the group had come" in outcome.message
 
 
+def enter_when_rank_0_has_ended(
+    store: Store, rank: int, size: int, hosts_are_found: bool, has_the_invitation: bool
+) -> tuple[int, ...]:
+    """Rank 2 dies on its way into the group; rank 1 looks for the others when rank 0 has given up."""
+    if hosts_are_found:
+        os.environ["TORCHESTRA_HOST_ID"] = "one host"
+    if rank == 2:
+
+        def die_later(*_: Any) -> None:
+            worlds.await_note("on its way")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        joining.Arena.attach = die_later
+    elif rank == 1:
+        module, function = (joining, "request_descriptor") if has_the_invitation else (starting, "join")
+        real = getattr(module, function)
+
+        def later(*args: Any, **options: Any) -> Any:
+            worlds.leave_note("on its way")
+            worlds.await_note("rank 0 has ended")
+            return real(*args, **options)
+
+        setattr(module, function, later)
+    with pytest.raises(RankFailedError) as caught:
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=worlds.OP_SECONDS)
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("has_the_invitation", [False, True])
+@pytest.mark.parametrize("hosts_are_found", [False, True])
+def test_a_late_rank_is_told_who_died_and_not_who_gave_up(
+    hosts_are_found: bool, has_the_invitation: bool
+) -> None:
+    arguments = (hosts_are_found, has_the_invitation)
+    with worlds.processes(3, enter_when_rank_0_has_ended, *arguments, init=False) as world:
+        assert world.wait(0).result() == (2,)
+        open(world.path("rank 0 has ended"), "w").close()
+        assert world.wait(1).result() == (2,)
+
+
 def fail_attaching() -> None:
     def refuse(*_: object) -> None:
         raise DistBackendError("another version")

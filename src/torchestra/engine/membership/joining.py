@@ -11,7 +11,7 @@ connection ends before that, the process has died. And a rank that fails says wh
 under the key that the others read first, the others under one that rank 0 looks at while it waits. Rank 0
 then aborts the group in the arena, where the ranks wait that have come. The keys::
 
-    arena      "processes INVITATION", "threads TOKEN", or "failed WHY"
+    arena      "processes INVITATION", "threads TOKEN", or "failed RANKS WHY", of ranks that died
     failed     "RANK WHY" of the first rank that has failed, "- WHY" of one that is not in the group
 """
 
@@ -128,7 +128,7 @@ def refuse(store: Store, why: str) -> None:
     """
     # Rank 0 looks at the first while it waits; if it comes later, its invitation replaces the second.
     store.compare_set("failed", "", f"- {why}")
-    store.compare_set("arena", "", f"failed {why}")
+    store.compare_set("arena", "", f"failed - {why}")
 
 
 class _ArenaEntry:
@@ -179,7 +179,8 @@ class _FailureReports:
         why = str(error) if is_known else _why(self._rank, error)
         with contextlib.suppress(DistError, OSError):
             if self._rank == 0:
-                self._store.set("arena", f"failed {why}")
+                died = error.ranks if isinstance(error, RankFailedError) else ()
+                self._store.set("arena", f"failed {','.join(map(str, died)) or '-'} {why}")
             elif not is_known:
                 self._store.compare_set("failed", "", f"{self._rank} {why}")
 
@@ -285,8 +286,8 @@ def _follow(store: Store, enter: _ArenaEntry, deadline: Deadline, failures: _Fai
         descriptor, connection = request_descriptor(invitation, store.secret, rank, name, deadline)
     except DistBackendError as error:
         if isinstance(error.__cause__, OSError):
-            enter.check_leader()
             _ask_for_arena(store, rank, enter.size, name, deadline)  # where rank 0 says why, if it could
+            enter.check_leader()
         raise
     with connection:
         try:
@@ -313,7 +314,10 @@ def _await_arena(
     interval: float,
     check: Callable[[], None] | None = None,
 ) -> tuple[str, str]:
-    """Return rank 0's word in the store; call ``check``, which may raise, after each interval."""
+    """Return rank 0's word in the store; call ``check``, which may raise, after each interval.
+
+    What ``check`` raises does not count if rank 0 has said why it ended, which it does before it ends.
+    """
     while True:
         timeout_s = max(0.001, min(interval, deadline.remaining()))
         try:
@@ -322,8 +326,13 @@ def _await_arena(
         except DistStoreError as error:
             if not isinstance(error, TimeoutError):
                 raise
-            if check is not None:
-                check()
+            try:
+                if check is not None:
+                    check()
+            except RankFailedError:
+                if store.check(["arena"]):
+                    continue
+                raise
             if check is None or deadline.expired():
                 raise CollectiveTimeoutError(
                     f"rank 0 of group {name!r} did not come within {deadline.elapsed():.1f} s (seen from rank"
@@ -332,7 +341,11 @@ def _await_arena(
                 ) from error
     backend, _, token = text.decode(errors="replace").partition(" ")
     if backend == "failed":
-        raise GroupAbortedError(f"rank {rank}: group {name!r} cannot be used: {token}")
+        died, _, why = token.partition(" ")
+        message = f"rank {rank}: group {name!r} cannot be used: {why}"
+        if died == "-":
+            raise GroupAbortedError(message)
+        raise RankFailedError(message, tuple(map(int, died.split(","))))
     return backend, token
 
 
