@@ -8,7 +8,6 @@ missing, it aborts the group: this tells the ranks that wait for the reply, and 
 
 from __future__ import annotations
 
-import time
 from typing import NoReturn
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError, RankFailedError
+from torchestra.system.deadline import Deadline
 
 # Tags of messages below 0 are not for users.
 _ARRIVED = -(1 << 60)
@@ -61,14 +61,14 @@ def _report_to_rank_0(communicator: Communicator, limit: float) -> None:
 
 
 def _wait_for_all(communicator: Communicator, limit: float, wait_all_ranks: bool) -> None:
-    started = time.monotonic()
+    deadline = Deadline(limit)
     others = range(1, communicator.size)
     arrivals = {
         rank: communicator.irecv(torch.zeros(1, dtype=torch.int64), rank, _ARRIVED, limit) for rank in others
     }
     failures: dict[int, DistBackendError] = {}
     for rank, arrival in arrivals.items():
-        if not wait_all_ranks and limit <= time.monotonic() - started and not arrival.is_completed():
+        if not wait_all_ranks and deadline.expired() and not arrival.is_completed():
             _time_is_over(communicator, limit, rank, arrivals)
         error = _failure(arrival)
         if error is not None:

@@ -335,7 +335,7 @@ def _await_arena(
                 raise
             if check is None or deadline.expired():
                 raise CollectiveTimeoutError(
-                    f"rank 0 of group {name!r} did not come within {deadline.elapsed():.1f} s (seen from rank"
+                    f"rank 0 of group {name!r} did not come within {deadline.timeout_s:.1f} s (seen from rank"
                     f" {rank} of {size}): is it running, and does it use the same rendezvous?",
                     (0,),
                 ) from error
@@ -367,7 +367,7 @@ def _lead(
                 if deadline.expired():
                     missing = context.to_group_ranks(sorted(waiting))
                     message = (
-                        f"{named(missing)} of group {name!r} did not come within {deadline.elapsed():.1f} s"
+                        f"{named(missing)} of group {name!r} did not come within {deadline.timeout_s:.1f} s"
                         f" (seen from rank 0 of {size}): are they running, on this host, and do they use the"
                         " same rendezvous?"
                     )
