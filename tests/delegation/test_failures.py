@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -18,13 +17,14 @@ from torchestra.errors import (
     GroupDestroyedError,
     RankFailedError,
 )
-from worlds import outcomes, processes, run
+from worlds import outcomes, processes, run, store_barrier
 
 
 def miss_one(async_op: bool) -> None:
     """Rank 1 never calls the second operation."""
     with delegating() as stand_in:
         dist.all_reduce(torch.ones(3))
+        store_barrier()
         if dist.get_rank() == 1:
             with pytest.raises(DistBackendError):
                 dist.barrier()  # until the others have given up
@@ -55,10 +55,10 @@ def reduce_for_ever() -> None:
         dist.all_reduce(torch.ones(3))
 
 
-def after_a_failure(meeting: threading.Barrier) -> None:
+def after_a_failure() -> None:
     with delegating() as stand_in:
         dist.all_reduce(torch.ones(3))
-        meeting.wait(60)  # or the abort could still meet the other rank in that
+        store_barrier()  # or the abort could still meet the other rank in that
         if dist.get_rank() == 0:
             stand_in.base.engine.context.abort("a test has ended it")
         with pytest.raises(GroupAbortedError, match="a test has ended it"):
@@ -68,13 +68,14 @@ def after_a_failure(meeting: threading.Barrier) -> None:
 
 
 def test_an_abort_ends_what_is_under_way_and_what_comes_later() -> None:
-    run("threads", 2, after_a_failure, threading.Barrier(2))
+    run("threads", 2, after_a_failure)
 
 
 def lose_one() -> float:
     """Rank 1 is killed while the others wait for it; these go on without."""
     with delegating():
         dist.all_reduce(torch.ones(3))
+        store_barrier()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RankFailedError, match="rank 1 died") as caught:

@@ -22,7 +22,7 @@ from torchestra.errors import (
     RankFailedError,
     UnpicklableObjectError,
 )
-from worlds import KINDS, await_note, leave_note, processes, run
+from worlds import KINDS, await_note, leave_note, processes, run, store_barrier
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -487,6 +487,7 @@ def test_who_is_not_in_the_group_is_warned() -> None:
 
 
 def be_killed_with_objects_under_way() -> tuple[int, ...]:
+    store_barrier()
     if dist.get_rank() == 2:
         leave_note("here")
         await_note("never")

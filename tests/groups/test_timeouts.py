@@ -20,7 +20,7 @@ from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, StoreTi
 from torchestra.system import deadline
 from worlds import await_note, leave_note, processes, results, run
 
-SOON = 20.0
+SOON = 50.0
 
 
 def timed_out(call: Callable[[], Any]) -> None:
@@ -80,9 +80,13 @@ def changed_while_under_way(gate: threading.Event) -> None:
         assert gate.wait(SOON)
         dist.all_reduce(torch.ones(1), group=group)
         return
+    before = dist.flight_record(group).ranks[0].operations_begun
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     with pytest.raises(CollectiveTimeoutError, match=r"is not done after waiting 0\.1 s"):
         work.wait(0.1)
+    # An operation reads its time-out when it begins.
+    while dist.flight_record(group).ranks[0].operations_begun == before:
+        time.sleep(0.002)
     dist.set_pg_timeout(0.05, group)
     gate.set()
     assert work.wait(SOON)

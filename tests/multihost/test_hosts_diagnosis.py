@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from worlds import set_timeout
 SOON = 30.0
 
 
-def one_does_not_come(given_up: threading.Event) -> str:
+def one_does_not_come(met: threading.Barrier, given_up: threading.Event) -> str:
     dist.barrier()
+    met.wait(SOON)  # none is still in the barrier when the other gives up
     if dist.get_rank() > 0:
         assert given_up.wait(SOON)
         return ""
@@ -28,7 +30,7 @@ def one_does_not_come(given_up: threading.Event) -> str:
 
 
 def test_a_rank_of_another_host_is_the_culprit() -> None:
-    told, _ = on_threads((1, 1), one_does_not_come, threading.Event())
+    told, _ = on_threads((1, 1), one_does_not_come, threading.Barrier(2), threading.Event())
     diagnosis = told.splitlines()[1]
     call = "operation 2, all_reduce(SUM, float32, 3 elements)"
     assert diagnosis.startswith(
@@ -39,13 +41,18 @@ def test_a_rank_of_another_host_is_the_culprit() -> None:
 
 
 def both_receive() -> str:
-    peer = 1 - dist.get_rank()
-    dist.barrier()
+    """Rank 1 waits until rank 0, which gives up, has diagnosed both."""
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(1), 0, tag=7)
+        return ""
+    while dist.flight_record().ranks[1].running_message is None:
+        time.sleep(0.002)
     with pytest.raises(CollectiveTimeoutError) as caught:
-        dist.group.WORLD.communicator.recv(torch.ones(1), peer, 7, 0.3)
+        dist.group.WORLD.communicator.recv(torch.ones(1), 1, 7, 0.3)
+    dist.send(torch.ones(1), 1, tag=7)
     return str(caught.value)
 
 
 def test_ranks_of_two_hosts_that_both_receive_first() -> None:
-    told = on_threads((1, 1), both_receive)
-    assert any("\ndiagnosis: swapped send and recv: rank " in message for message in told)
+    told, _ = on_threads((1, 1), both_receive)
+    assert "\ndiagnosis: swapped send and recv: rank " in told

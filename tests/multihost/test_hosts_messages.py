@@ -282,7 +282,7 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_take
 
     def slow_deliver(self: GroupTransport, message: Message) -> None:
         for _ in range(4 * (message.kind == Channel.p2p)):
-            assert looked.acquire(timeout=10.0)
+            assert looked.acquire(timeout=60.0)
         deliver(self, message)
 
     # The sender no longer waits for a receiver that does not confirm.

@@ -21,6 +21,7 @@ from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.recorder.flight_entries import HostRecord
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.trace import merged, trace_of
+from worlds import store_barrier
 
 
 def called() -> FlightRecord:
@@ -129,6 +130,7 @@ CALLS = (("all_reduce", 3, "done"), ("barrier", 0, "running"))
 def watch_other_hosts(directory: str) -> None:
     """Rank 0 has another process look at the job, until a host has told what it does, and then is silent."""
     dist.all_reduce(torch.ones(3))
+    store_barrier()
     if dist.get_rank() == 0:
         command = [sys.executable, "-m", "torchestra", "top", "--json", "--interval", "0.05"]
         command += ["--job", str(os.getpid())]

@@ -109,7 +109,7 @@ def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network
         network.cut(1)
         try:
             for rank in range(4):
-                world.await_file(f"ended-{rank}", limit=30.0)
+                world.await_file(f"ended-{rank}")
         finally:
             network.restore(1)
         told = messages_of(world.finish(), DistBackendError)
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:
         for rank in range(3):
             world.await_file(f"ready-{rank}")
         world.signal(2, signal.SIGKILL)
-        survivors = [world.wait(rank, 30.0) for rank in range(2)]
+        survivors = [world.wait(rank) for rank in range(2)]
     assert all(
         re.search(r"rank 2 on host \S+ died", text) for text in messages_of(survivors, RankFailedError)
     )
@@ -157,7 +157,7 @@ def test_a_secret_that_only_rank_0_has_is_not_told_to_the_others(network: Networ
 def meet_with_bridges(bridges: list[str]) -> None:
     os.environ["TORCHESTRA_BRIDGE"] = bridges[int(os.environ["PMI_RANK"])]
     os.environ["TORCHESTRA_TRUST_NETWORK"] = "1"
-    dist.init_process_group(timeout=30)
+    dist.init_process_group(timeout=SECONDS)
 
 
 def test_ranks_that_do_not_agree_on_the_bridge_are_told_so(network: Network) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -92,7 +93,8 @@ def lose_the_other() -> str:
 
 
 def test_a_cable_that_is_cut_is_noticed_on_both_sides(network: Network) -> None:
-    with on_hosts(network, (1, 1), lose_the_other) as world:
+    # However long the cut lasts, the ranks' group survives it.
+    with on_hosts(network, (1, 1), lose_the_other, heartbeat=60.0) as world:
         for rank in range(2):
             world.await_file(f"met-{rank}")
         network.cut(1)
@@ -104,4 +106,5 @@ def test_a_cable_that_is_cut_is_noticed_on_both_sides(network: Network) -> None:
             network.restore(1)
         open(world.path("restored"), "w").close()
         for outcome in world.finish():
-            assert "nothing has been heard of it for 2." in outcome.result()
+            [seconds] = re.findall(r"nothing has been heard of it for (\d+\.\d)", outcome.result())
+            assert float(seconds) >= 2.0

@@ -18,7 +18,7 @@ from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError, Inva
 from torchestra.store import HashStore, PrefixStore
 from worlds import KINDS, mapped_files, run
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 def total(group: dist.ProcessGroup) -> float:

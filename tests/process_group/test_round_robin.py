@@ -72,7 +72,10 @@ def test_such_groups_can_be_made_and_dropped(kind: str) -> None:
 
 
 def fail() -> None:
-    turns = dist.RoundRobinGroup([dist.new_group(timeout=0.2) for _ in range(NUMBER)])
+    groups = [dist.new_group() for _ in range(NUMBER)]
+    for group in groups:
+        group.set_timeout(0.2)
+    turns = dist.RoundRobinGroup(groups)
     if dist.get_rank() == 0:
         work = turns.barrier()
         with pytest.raises(dist.DistBackendError, match="timed out"):
