@@ -19,7 +19,7 @@ from torchestra.communicator.device_routing import routed
 from torchestra.engine.operations import ALL_GATHER
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
-from worlds import run
+from worlds import run, store_barrier
 
 
 def is_of_device(tensor: torch.Tensor) -> bool:
@@ -70,6 +70,7 @@ def route_messages() -> None:
         assert stand_in.communicator.queue.sequence_number() == 1, f"tag {tag}: the second is not delegated"
     with pytest.raises(InvalidArgumentError, match="cannot be received from any rank"):
         communicator.recv(on_device(1), None)
+    store_barrier()
 
 
 @pytest.mark.parametrize("body", [route, route_messages])
