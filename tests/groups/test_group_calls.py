@@ -1,4 +1,4 @@
-"""Ranks that do not make the same groups: each is told which lists differ, at once, and the others go on."""
+"""Ranks that do not make the same groups: each raises at once, and names the lists that differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchestra.world.group_agreement import GroupCall
 from torchestra.world.init import default_group
 from worlds import KINDS, run
 
-LONG = 600.0  # far more than the worlds of these tests may take: nobody hears of it by a time-out
+LONG = 600.0  # far more than the worlds of these tests may take: no error comes from a time-out
 
 
 def usable(group: dist.ProcessGroup | None = None) -> None:
@@ -25,7 +25,7 @@ def usable(group: dist.ProcessGroup | None = None) -> None:
 
 
 def refused(make: Callable[[], Any], first: int, key: str = "new_group/2") -> str:
-    """Return what this rank is told, where rank ``first`` is to be the first that calls."""
+    """Return the text of this rank's error, where rank ``first`` is to be the first that calls."""
     if dist.get_rank() != first:
         default_group().store.wait([key])
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -74,7 +74,7 @@ def different_ranks_and_one_more(first: int, lists: list[list[int]]) -> str:
     if dist.get_rank() == 2:
         default_group().store.wait(["told"])
         with pytest.raises(CollectiveMismatchError) as caught:
-            dist.new_group(lists[2])  # comes last, and finds it in the store
+            dist.new_group(lists[2])  # the last to call: it finds the difference in the store
         usable()
         return str(caught.value)
     told = refused(lambda: dist.new_group(lists[dist.get_rank()], timeout=LONG), first)
@@ -112,7 +112,7 @@ def make_several(function: str) -> str:
 
 
 def meet_first(function: str) -> str:
-    """As :func:`make_several`, where ranks 0 and 1 may have made their own group before rank 3 comes."""
+    """As :func:`make_several`, where ranks 0 and 1 may have made their own group before rank 3 calls."""
     try:
         return make_several(function)
     except pytest.fail.Exception:

@@ -1,4 +1,4 @@
-"""The monitored barrier: who is named when somebody does not come, and what becomes of the others."""
+"""The monitored barrier: which ranks it names when some do not arrive, and what the others raise."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def some_do_not_come(
     store_barrier()  # none is still making the group
     if rank in late:
         assert done.wait(SOON)
-        # Whoever comes afterwards hears of it at once.
+        # A rank that arrives afterwards raises at once.
         with pytest.raises(GroupAbortedError, match="failed to pass monitoredBarrier"):
             dist.monitored_barrier()
         with pytest.raises(GroupAbortedError, match="failed to pass monitoredBarrier"):
@@ -93,7 +93,7 @@ def some_do_not_come(
     receive = communicator.recv
 
     def receive_after_telling(*arguments: Any) -> int:
-        here.release()  # rank 0 has been told that this rank has come, however slow the machine is
+        here.release()  # its message to rank 0 is sent, however slow the machine is
         return receive(*arguments)
 
     communicator.recv = receive_after_telling
@@ -148,7 +148,7 @@ def test_without_any_time_rank_0_says_so() -> None:
 
 
 class Arrival:
-    """A message that comes after the last look at whether it has come."""
+    """A message that arrives after the last look at whether it has."""
 
     def is_completed(self) -> bool:
         return False

@@ -42,7 +42,7 @@ def on_threads(size: int, life: Callable[[int], Any]) -> list[Any]:
 def test_a_rank_that_is_late_out_of_the_meeting_serves_one_that_acts_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a remote call does that comes to a rank whose init_process_group() has not returned."""
+    """As a remote call does that reaches a rank before its init_process_group() has returned."""
     first_is_out, called = threading.Event(), threading.Event()
     start = init.start
 

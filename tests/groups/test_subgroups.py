@@ -143,7 +143,7 @@ def test_groups_that_only_their_members_make(kind: str) -> None:
 
 
 def one_member_missing(local: bool) -> str:
-    """Rank 1 gives up once rank 0 has come, and tells it."""
+    """Rank 1 gives up after rank 0 has arrived, and tells it so."""
     rank = dist.get_rank()
     if rank == 2:
         return ""

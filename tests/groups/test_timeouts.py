@@ -176,7 +176,7 @@ def test_no_interruption_uses_up_more_than_a_quarter_of_a_short_time(monkeypatch
 
 
 def be_stopped_while_waiting(message: bool) -> bool:
-    """All are stopped for longer than the time-out; the last one comes right afterwards."""
+    """All are stopped for longer than the time-out; right afterwards rank 1 calls its part."""
     tensor = torch.ones(1)
     if dist.get_rank() == 0:
         work = dist.irecv(tensor, 1) if message else dist.all_reduce(tensor, async_op=True)

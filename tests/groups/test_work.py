@@ -135,7 +135,7 @@ def test_waiting_too_short_a_time_changes_nothing() -> None:
 
 
 class Doing:
-    """A task that does something, and may be run by whoever waits for it."""
+    """A task that calls a function, and may be run by a thread that waits for it."""
 
     interrupt = None
 
@@ -163,7 +163,7 @@ def test_a_task_is_no_longer_pending_when_its_work_is_seen_to_be_done() -> None:
 
 
 def test_a_task_is_pending_while_callbacks_of_its_work_run() -> None:
-    """So that an operation which a callback calls comes before those that are called after waiting."""
+    """So that an operation which a callback calls runs before those that are called after waiting."""
     thread, seen = ProgressThread("test"), []
     for fail in (False, True):
         work = Work("test")
@@ -211,7 +211,7 @@ def test_at_exit_tasks_may_end_but_not_hang() -> None:
 
 
 def fail_and_forget() -> None:
-    """Mismatches, told in every way, and then the group: nothing waits for the garbage collector."""
+    """Raise mismatches in every way, then destroy the group: nothing waits for the garbage collector."""
     group = dist.new_group()
     arena = weakref.ref(group.communicator.engine.context.arena)
     tensor = torch.ones(1 + dist.get_rank())

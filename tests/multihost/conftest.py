@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulated import SECONDS
 
+from torchestra.engine.multihost import failure_detector
 from worlds import start_server
 
 # The table of collectives serves here too.
@@ -21,3 +23,9 @@ def _ranks_start_warm() -> None:
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # which operators of torch, and its optimizers, import late
     start_server()
+
+
+@pytest.fixture(autouse=True)
+def _hosts_have_time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than the seconds after which a rank goes on without an answer."""
+    monkeypatch.setattr(failure_detector, "_ANSWER_SECONDS", SECONDS)

@@ -1,4 +1,4 @@
-"""Started by a launcher: hands what it was told on to a rank that waits for it (launched.py)."""
+"""Started by a launcher: hands its environment on to a rank that waits for it (launched.py)."""
 
 import os
 import socket

@@ -2,7 +2,7 @@
 
 ``on_threads((1, 2), fn, *args)`` calls ``fn(*args)`` on three threads, one on host h0 and two on host h1;
 :func:`on_processes` does so on processes, with the default bridge between the hosts. Both return what the
-ranks returned, and raise the first rank's exception.
+ranks returned, and raise a rank's exception, if there is any.
 """
 
 from __future__ import annotations
@@ -120,7 +120,11 @@ def be_on_host(
 
 
 def _results(ended: list[Outcome]) -> list[Any]:
-    for outcome in ended:
-        if outcome.error is not None:
-            raise outcome.error
+    """Return what the ranks returned; raise an error if there is one, rather a cause than what it led to."""
+    errors = {rank: outcome.error for rank, outcome in enumerate(ended) if outcome.error is not None}
+    if errors:
+        worst = min(errors, key=lambda rank: isinstance(errors[rank], dist.GroupAbortedError))
+        if hasattr(errors[worst], "add_note"):
+            errors[worst].add_note(f"on rank {worst}; on all: {errors!r}")
+        raise errors[worst]
     return [outcome.value for outcome in ended]

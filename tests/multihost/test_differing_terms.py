@@ -1,4 +1,4 @@
-"""Ranks of one group that were given different settings for what is between hosts are all told so."""
+"""Ranks of one group with different settings for the connection between hosts all raise an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LateReader(TCPStore):
 
 
 def meet_with_bounds(store: Store, rank: int, size: int, bounds: list[str], late: int | None) -> str:
-    """Return what the rank is told when the group is made; it leaves at once, rank 0 with the store."""
+    """Return the text of the rank's error when the group is made; it ends at once, rank 0 with the store."""
     os.environ.update({HOST_VARIABLE: host_names(LAYOUT)[rank], HEARTBEAT_VARIABLE: bounds[rank]})
     os.environ[SECRET_VARIABLE] = "a secret of these tests"
     if rank == 0:

@@ -36,7 +36,7 @@ def test_every_host_is_in_one_row_and_one_column() -> None:
 
 
 def reduce_all(counts: tuple[int, ...]) -> list[Any]:
-    """Reduce tensors of several lengths, dtypes and operations; return what came out."""
+    """Reduce tensors of several lengths, dtypes and operations; return the results."""
     found = []
     rank, size = dist.get_rank(), dist.get_world_size()
     for count in counts:

@@ -60,7 +60,7 @@ def from_anybody() -> None:
 
 
 def posted_before_and_out_of_order() -> None:
-    """Receives by tag take what they are for, whatever came first; several from any take each one."""
+    """A receive takes a message with its tag, whichever arrived first; those from any rank take one each."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         dist.barrier()
@@ -84,7 +84,7 @@ def posted_before_and_out_of_order() -> None:
 
 
 def refused_and_late() -> None:
-    """A message that does not fit is thrown away; whoever waits in vain is told; the group goes on."""
+    """A message that does not fit is thrown away, a receive in vain times out, and the group goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     last = size - 1
     for length in (SMALL, LARGE):
@@ -106,7 +106,7 @@ def refused_and_late() -> None:
 
 
 def order_of_all_sizes() -> None:
-    """Whichever way messages go, they come in their order."""
+    """Messages arrive in their order, whichever way they take."""
     rank, size = dist.get_rank(), dist.get_world_size()
     lengths = [SMALL, LARGE, 0, SMALL, HUGE, SMALL, LARGE, 40_000, HUGE, SMALL] * 2
     if rank == 0:
@@ -123,7 +123,7 @@ def order_of_all_sizes() -> None:
 
 
 def survive_their_sender() -> None:
-    """A message is received though its sender has left; whoever sends to one that has left is told so."""
+    """A message is received though its sender has left; sending to a rank that has left is an error."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group([0, last])
     if rank == 0:
@@ -219,7 +219,7 @@ def shut_down_connections_to(port: int) -> None:
 
 
 def break_the_connection() -> int:
-    """Messages go on over another one; nothing that was sent is lost, or comes twice, or out of order."""
+    """Messages go on over a new connection; none is lost, arrives twice, or out of order."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     if rank not in (0, last):
         dist.barrier()
@@ -271,8 +271,7 @@ def receive_from_one_that_has_left() -> None:
 def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a loaded machine: a message is only taken when whoever waits for it has looked around some
-    times."""
+    """As on a loaded machine: a message is taken only after its receiver has looked around a few times."""
     looked = threading.Semaphore(0)
     check, deliver = WaitPolicy.check, GroupTransport._deliver
 
@@ -293,7 +292,7 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_take
 
 
 def test_a_rank_is_met_when_the_other_has_received_the_hello_of_its_present_connection() -> None:
-    """Of one that was shut, as a stranger's, before the other knew whose it was, the hello may still come."""
+    """The hello of an earlier connection, which was shut as a stranger's, may still arrive."""
     peer = PairConnection(1, EndpointRecord("tcp://127.0.0.1:1", b""))
     hellos = []
     for event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):

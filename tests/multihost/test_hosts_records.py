@@ -60,7 +60,7 @@ def test_any_rank_reads_what_all_ranks_of_all_hosts_did(layout: tuple[int, ...])
 
 
 def as_told(record: FlightRecord) -> remote_records.Answer:
-    """A record that has been told by a host whose clock is 1000 s ahead, and took a second to answer."""
+    """Return a record as received from a host whose clock is 1000 s ahead, and that took a second."""
     packed = remote_records.answer(record, 0.0).partition(b"\n")[2]
     return remote_records.understand(b"1010.0 1011.0\n" + packed, 9.5, 11.5)
 
@@ -128,17 +128,19 @@ CALLS = (("all_reduce", 3, "done"), ("barrier", 0, "running"))
 
 
 def watch_other_hosts(directory: str) -> None:
-    """Rank 0 has another process look at the job, until a host has told what it does, and then is silent."""
+    """Rank 0 has another process watch the job, until a host has answered, and until it has fallen silent."""
     dist.all_reduce(torch.ones(3))
     store_barrier()
     if dist.get_rank() == 0:
         command = [sys.executable, "-m", "torchestra", "top", "--json", "--interval", "0.05"]
         command += ["--job", str(os.getpid())]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
-            told = await_host(reader, answered=True)
-            Path(directory, "silent").touch()
-            silent = await_host(reader, answered=False)
-            reader.kill()
+            try:
+                told = await_host(reader, answered=True)
+                Path(directory, "silent").touch()
+                silent = await_host(reader, answered=False)
+            finally:
+                reader.kill()
         assert [(rank["rank"], rank["presence"], rank["alive"]) for rank in told["ranks"]] == [
             (1, "present", True),
             (2, "present", True),

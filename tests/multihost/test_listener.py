@@ -14,7 +14,7 @@ from torchestra.transport.listener import Listener
 
 
 class Told:
-    """ZeroMQ's socket monitor, which tells what it is told to."""
+    """Stand in for ZeroMQ's socket monitor: deliver the given events."""
 
     def __init__(self, *events: tuple[int, int]) -> None:
         self._events = deque(struct.pack("=Hi", *event) for event in events)
@@ -42,7 +42,7 @@ def listener() -> Iterator[Listener]:
 
 
 def connection(listener: Listener) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection to the port: whoever came, and the accepted one."""
+    """Return both ends of a connection to the port: the one that connects, and the accepted one."""
     came = socket.create_connection(listener._port.getsockname(), timeout=10)
     return came, listener._port.accept()[0]
 
@@ -50,7 +50,7 @@ def connection(listener: Listener) -> tuple[socket.socket, socket.socket]:
 def test_who_has_proved_itself_is_not_taken_for_who_had_its_descriptor(
     listener: Listener,
 ) -> None:
-    """ZeroMQ tells of connections later than it hands out what comes over them."""
+    """ZeroMQ reports connections later than the messages that arrive over them."""
     rank, accepted = connection(listener)
     stranger, other = connection(listener)
     with rank, accepted, stranger, other:

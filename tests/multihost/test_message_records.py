@@ -1,4 +1,4 @@
-"""Messages between hosts in the flight record and in reports: told of as those within a host are."""
+"""Messages between hosts, in the flight record and in reports, look like those within a host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until(found: Callable[[], Any]) -> Any:
     """Return what is found at last."""
     deadline = time.monotonic() + SOON
     while not (result := found()):
-        assert time.monotonic() < deadline, "it never was so"
+        assert time.monotonic() < deadline, "it has not happened"
         time.sleep(0.002)
     return result
 

@@ -200,7 +200,7 @@ def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:
 
 
 def messages_for_ever() -> None:
-    """Large messages cross between the first rank and the last; the other waits for one that never comes."""
+    """Large messages cross between the first rank and the last; the other waits for one in vain."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     tensor, received = torch.ones(1_000_000), torch.zeros(1_000_000)
     leave_note(f"ready-{rank}")

@@ -23,11 +23,11 @@ FILES = [
 
 
 PLACES = 400
-"""More than there are points in a receive at which an interrupt can come."""
+"""More than there are points in a receive at which it can be interrupted."""
 
 
 def ask_while_interrupted(waiting: threading.Event) -> set[str]:
-    """Rank 1 is interrupted at every point of a receive, and receives once more what had not come then."""
+    """Rank 1 is interrupted at every point of a receive, and receives again what had not arrived by then."""
     interrupted: set[str] = set()
     if dist.get_rank() == 0:
         question = torch.zeros(1, dtype=torch.int64)
@@ -54,7 +54,7 @@ def ask_while_interrupted(waiting: threading.Event) -> set[str]:
 
 
 def test_an_interrupt_anywhere_in_a_receive_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is sent when rank 1 begins to receive itself, so it comes while that does."""
+    """The answer is sent when rank 1 begins to receive, so it arrives during the receive."""
     waiting = threading.Event()
     receive_for = EventLoop.receive_for
 

@@ -1,5 +1,4 @@
-"""Test failure detectors: when a host is taken for gone, by them or by survivors that shrink; who is
-told."""
+"""Test failure detectors: when they, or survivors that shrink, take a host for gone, and which ranks hear."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LENGTH = 100_000
 
 
 class LatePending:
-    """Has come, but is only seen after some polls of the waiting rank since its sender has left."""
+    """A message that has arrived, but is seen only some polls after its sender has left."""
 
     def __init__(self, pending: Any, detector: FailureDetector) -> None:
         self._pending, self._detector = pending, detector
@@ -51,7 +51,7 @@ def receive_from_one_that_leaves() -> None:
 
 
 def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "4")
     wait, late = Hierarchy.wait, []
 
     def wait_late(self: Hierarchy, pending: Any, call: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_message_does_not_time_out_because_this_process_was_stopped(
 def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That the store is gone is told after a bound of sleeps, each of which lasts longer under load."""
+    """The loss of the store is reported after a number of sleeps, each of which lasts longer under load."""
     now, bound = [100.0], 2.0
 
     def sleep(seconds: float) -> None:

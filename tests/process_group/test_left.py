@@ -57,7 +57,7 @@ def is_failing_rank() -> bool:
 
 
 def matrix(value: float) -> torch.Tensor:
-    """One that is copied before it is reduced, which fails on rank 0."""
+    """Return a tensor that is copied before it is reduced; on rank 0 the copy fails."""
     tensor = torch.full((4, 4), value).t()[:, :3]
     if is_failing_rank():
         failing.add(id(tensor))
@@ -65,7 +65,7 @@ def matrix(value: float) -> torch.Tensor:
 
 
 def expect_abort(call: Callable[[], object], said: str) -> None:
-    """The call fails on all ranks, and so does whatever comes after it."""
+    """Check that the call fails on all ranks, and so does the one after it."""
     with pytest.raises(
         (MemoryError, KeyboardInterrupt) if is_failing_rank() else GroupAbortedError
     ) as caught:

@@ -196,7 +196,7 @@ def nest_blocks() -> None:
         dist.all_reduce(outer)
         dist.all_reduce_coalesced(inner)
         dist.group.WORLD.allreduce([outer, outer])
-        # What another thread calls is not of the block, and comes before it.
+        # What another thread calls does not belong to the block, and runs before it.
         thread = threading.Thread(target=beside)
         thread.start()
         thread.join()
@@ -292,5 +292,5 @@ def wait_inside_of_a_mode() -> None:
 
 
 def test_a_tracer_does_not_see_how_the_operation_is_run_that_is_waited_for() -> None:
-    """Or it would be in the traced program, on those ranks where the waiting thread came to run it."""
+    """Else it would be in the traced program of those ranks whose waiting thread happened to run it."""
     run("threads", 2, wait_inside_of_a_mode)

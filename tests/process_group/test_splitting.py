@@ -106,7 +106,7 @@ def test_several_groups_become_one(kind: str, strangers: bool) -> None:
 
 
 def test_groups_are_ordered_by_their_ranks() -> None:
-    """Whichever came first."""
+    """Whichever arrived first."""
     store = HashStore()
     before: dict[str, Any] = {"group/0": [2, 3], "group/1": [0, 1]}
     for key, ranks in before.items():

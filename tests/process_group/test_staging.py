@@ -109,7 +109,7 @@ def mind_layouts() -> None:
 
 
 def keep_the_order() -> None:
-    """The values are fetched when the operation's turn has come, after those before it have written them."""
+    """The values are copied when it is the operation's turn, after those before it have written them."""
     size = dist.get_world_size()
     copies, tensor = NotedCopies(), on_device(1, value=1.0)
     works = [call(copies, Communicator.all_reduce, tensor, ReduceOp.SUM, async_op=True) for _ in range(5)]
