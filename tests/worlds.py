@@ -457,7 +457,7 @@ def await_arrival(rank: int, limit: float = WORLD_SECONDS) -> None:
 
 
 def leave_note(name: str, text: str = "") -> None:
-    """From a process rank: tell the test something (see :meth:`ProcessWorld.await_file`)."""
+    """Write a note for the test, from a process rank (see :meth:`ProcessWorld.await_file`)."""
     path = os.path.join(os.environ["WORLD_DIRECTORY"], name)
     with open(path + ".new", "w") as file:
         file.write(text)

@@ -26,7 +26,7 @@ _WAIT = "torch.ops.torchestra.wait_tensor.default("
 
 @pytest.fixture
 def _compiled_anew() -> Any:
-    """Return what Inductor keeps on the disk does not depend on how we lower, and would hide it."""
+    """Compile without a cache: what Inductor keeps on the disk hides a change of our lowering."""
     torch.compiler.reset()
     with FRESH_CACHE():
         yield

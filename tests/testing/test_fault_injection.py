@@ -1,4 +1,4 @@
-"""Faults come to the rank and at the operation that they were put in for."""
+"""Faults are injected on the rank, and before the operation, that they name."""
 
 from __future__ import annotations
 
