@@ -225,6 +225,28 @@ def test_a_rank_killed_amid_messages_is_named(network: Network) -> None:
     assert [outcome.error.ranks for outcome in survivors] == [(2,)] * 2  # type: ignore[union-attr]
 
 
+def be_cut_off() -> None:
+    dist.all_reduce(torch.ones(1))
+    leave_note(f"ready-{dist.get_rank()}")
+    raise EOFError(str(until_it_fails()))
+
+
+def test_a_cut_between_two_hosts_that_the_coordinator_reaches_is_noticed_by_the_bound(
+    network: Network,
+) -> None:
+    """These two wait for each other; the time-out is a minute."""
+    with on_hosts(network, (1, 1, 1), be_cut_off, heartbeat=2.0) as world:
+        for rank in range(3):
+            world.await_file(f"ready-{rank}")
+        network.cut_between(1, 2)
+        try:
+            outcomes = [world.wait(rank, 30.0) for rank in range(3)]
+        finally:
+            network.restore_between(1, 2)
+    for text in messages_of(outcomes, EOFError):
+        assert re.search(r"with rank [12] has been silent for 2 s", text), text
+
+
 SLOW_SECONDS, SLOW_LINK = 4.0, "tbf rate 50mbit burst 64kb latency 50ms"
 SLOW_BYTES = 32_000_000  # at least five seconds
 

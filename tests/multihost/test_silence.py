@@ -117,7 +117,7 @@ def detector_of(
     members: list[list[int]], host: int, kind: type[HeartbeatMonitor] = HeartbeatMonitor
 ) -> tuple[HeartbeatMonitor, LoneMember, Link]:
     """The detector of the leader of a host."""
-    hosts = Hosts(members, ["a", "b", "c"][: len(members)])
+    hosts = Hosts(members, [chr(ord("a") + host) for host in range(len(members))])
     member, link = LoneMember(members[host][0]), Link()
     made = kind(HashStore(), hosts, host, member, BOUND)  # type: ignore[arg-type]
     made.attach(link)  # type: ignore[arg-type]
@@ -240,6 +240,40 @@ def test_a_monitor_that_gives_a_host_up_pings_on_while_the_others_are_told(
     assert waited in ([], [True]), "the monitor looks again before all have been told"
 
 
+def test_who_waits_for_a_host_pings_it_and_gives_it_up_itself(clock: Clock) -> None:
+    """The coordinator may reach both while these are cut off from each other."""
+    made, member, link = detector_of([[0], [1], [2]], 1)
+    began = clock.now
+    pings = 0
+    while not made.silent:
+        ack(link, 0)
+        made.check()
+        made.watch([2])
+        pings += link.pinged().count(2)
+        clock.now += 0.05
+        assert clock.now - began <= BOUND
+    assert clock.now - began > 0.75 * BOUND
+    assert made.silent == {2}
+    assert 6 <= pings <= 8
+    assert member.over.wait(SECONDS)
+    assert member.told[0].startswith("host c with rank 2 has been silent for 8 s")
+
+
+def test_who_waits_for_many_hosts_pings_the_first_few(clock: Clock) -> None:
+    made, _, link = detector_of([[rank] for rank in range(100)], 99)
+    made.watch(range(50))
+    assert link.pinged() == [0, 1, 2, 3]
+
+
+def test_who_waits_before_it_can_ping_gives_nobody_up(clock: Clock) -> None:
+    hosts = Hosts([[0], [1]], ["a", "b"])
+    made = HeartbeatMonitor(HashStore(), hosts, 0, LoneMember(), BOUND)  # type: ignore[arg-type]
+    for _ in range(3 * int(BOUND)):
+        made.watch([1])
+        clock.now += 1.0
+    assert not made.silent
+
+
 def test_the_coordinator_pings_all_hosts_and_the_others_ping_it_and_its_successor(clock: Clock) -> None:
     members = [[0, 1], [2, 3], [4]]
     first, _, link = detector_of(members, 0)
@@ -297,6 +331,16 @@ def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_confirm
     assert elsewhere.over.wait(SECONDS)
     assert elsewhere.told == ["it is over"]
     assert SimpleNamespace(heard=other._heard_abort).heard
+
+
+def test_a_host_that_is_given_up_is_told_so_without_waiting_for_it() -> None:
+    """Where the network is cut one way only, it hears the others, and would learn of nothing by itself."""
+    made, _, link = detector_of([[0], [1], [2]], 0)
+    link.receive(1, ControlMessage.confirm, None)
+    link.said.clear()
+    made.tell_aborted("host c has been silent", (2,), "")
+    told = [(rank, json.loads(text)[:2]) for rank, what, text in link.said if what == ControlMessage.abort]
+    assert told == [(2, ["host c has been silent", [2]])]
 
 
 def test_what_a_leader_hears_is_noted_for_readers_outside_of_the_job() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,9 @@ class LatePending:
             time.sleep(0.001)
             return False
         return bool(self._pending.wait(seconds))
+
+    def awaited(self) -> Sequence[int]:
+        return ()
 
 
 def receive_from_one_that_leaves() -> None:

@@ -87,6 +87,19 @@ class Network:
         """Put it in again."""
         ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
 
+    def cut_between(self, one: int, other: int) -> None:
+        """Cut two hosts off from each other; the others reach both."""
+        for host in (one, other):
+            self._isolate(host, "on")
+
+    def restore_between(self, one: int, other: int) -> None:
+        """End that."""
+        for host in (one, other):
+            self._isolate(host, "off")
+
+    def _isolate(self, host: int, how: str) -> None:
+        ip("-n", self._switch, "link", "set", f"port{host}", "type", "bridge_slave", "isolated", how)
+
     def shape(self, host: int, how: str) -> None:
         """Delay or lose packets to a host: a queueing discipline in the words of tc."""
         port = ["tc", "-n", self._switch, "qdisc", "replace", "dev", f"port{host}", "root"]

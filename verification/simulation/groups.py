@@ -7,6 +7,7 @@ the public functions. Checked are:
 * no operation's result is wrong;
 * nobody is named as failed, nor left out, whose machine was always in reach and whose processes ran (but a
   rank may be left out whose neighbours on the machine ended because they lost the store);
+* who waits for a rank that is gone, or cut off, learns so before the operation's time is over;
 * every wait ends; and when nothing goes wrong any more, all that live and were not left out are in one group
   and go on.
 """
@@ -109,6 +110,8 @@ class GroupsWorld(JobWorld):
                 self._judge(rank, lineage, error)
                 if isinstance(error, RankExcludedError):
                     return "excluded"
+                if isinstance(error, CollectiveTimeoutError):
+                    self.run.fail(f"rank {rank} waited for its time-out: {error}")
             try:
                 group = group.shrink()
             except DistError as error:

@@ -91,13 +91,8 @@ def _void_as_an_outsider(self: MembershipAgreement, ballot: Ballot) -> bool:
     return True
 
 
-def _leave_the_silent_alone(
-    self: FailureDetector, message: object, failed: frozenset[int], deadline: float
-) -> None:
-    contact = self._contact
-    silent = {host for host in self._others if failed.issuperset(self.hosts.on(host))}
-    with mock.patch.object(self, "_contact", lambda host: None if host in silent else contact(host)):
-        _tell_all(self, message, failed, deadline)
+def _watch_nobody(self: FailureDetector, hosts: Sequence[int]) -> None:
+    pass
 
 
 def _accuse_nobody(self: StoreRegisters) -> set[int]:
@@ -215,14 +210,13 @@ def _await_the_gone(
 _flush = PairConnection.flush
 _fork, _remove_lost, _execute = RRefContext.fork, RRefContext.remove_lost, CallExecutor.execute
 _note_received, _break_off = PairConnection.note_received, PairConnection.break_off
-_tell_all = FailureDetector._tell_all
 _note_too_late = Context.note_too_late
 _remove_lost_from_contexts, _mark_unlisted = ContextContainer.remove_lost, RRefContext.mark_unlisted
 _send_gradients, _await = GraphTask._send, GraphTask._await
 
 
-def _plan(hosts: Sequence[int], fault: Fault, preemption: float = 0.0) -> Plan:
-    return Plan(0, hosts, preemption, Quality(), [fault], most_turns=20_000)
+def _plan(hosts: Sequence[int], *faults: Fault, preemption: float = 0.0, most_turns: int = 20_000) -> Plan:
+    return Plan(0, hosts, preemption, Quality(), [*faults], most_turns)
 
 
 def _late_crash(seed: int) -> Plan:
@@ -231,20 +225,38 @@ def _late_crash(seed: int) -> Plan:
     return Plan(seed, (0, 1, 2), 0.01, Quality(0.05, 0.02), [crash], most_turns=40_000)
 
 
-_CUT = _plan((0, 0, 0, 0, 1, 1, 1, 1), Fault(1.0, "cut", 0, 0, 1, 60.0), preemption=0.1)
+# In the first two, ranks shrink for the death of another before two hosts know that they are cut off.
+_HALVES = _plan(
+    (0, 0, 0, 1, 1, 1, 2),
+    Fault(1.4, "cut", 0, 0, 1, 60.0),
+    Fault(1.5, "crash", 6, 0, 0, 0.0),
+    preemption=0.1,
+)
+_TWO_OF_THREE = _plan(
+    (0, 0, 1, 2),
+    Fault(0.9, "cut", 0, 1, 2, 60.0),
+    Fault(1.0, "crash", 1, 0, 0, 0.0),
+    most_turns=40_000,
+)
 _TRIANGLE = _plan((0, 1, 2), Fault(1.0, "cut", 0, 1, 2, 60.0))
-_DEAF = _plan((0, 1, 2), Fault(1.0, "deaf", 0, 0, 2, 60.0))
+_RESETS = Plan(
+    17,
+    range(8),
+    0.01,
+    Quality(0.002, 0.01),
+    [Fault(1.15 + 0.2 * host, "reset", 0, host, -1, 0.0) for host in (1, 2, 3, 4)],
+)
 _CRASH = _plan((0, 0, 1, 1), Fault(1.0, "crash", 1, 0, 0, 0.0))
 
 MUTATIONS: dict[str, Mutation] = {
     "void as an outsider": Mutation(
-        MembershipAgreement, "_may_void", _void_as_an_outsider, GroupsWorld, _CUT, "no end after"
+        MembershipAgreement, "_may_void", _void_as_an_outsider, GroupsWorld, _HALVES, "no end after"
     ),
     "accuse nobody": Mutation(
-        StoreRegisters, "accused", _accuse_nobody, GroupsWorld, _TRIANGLE, "no end after"
+        StoreRegisters, "accused", _accuse_nobody, GroupsWorld, _TWO_OF_THREE, "no end after"
     ),
-    "leave the silent alone": Mutation(
-        FailureDetector, "_tell_all", _leave_the_silent_alone, GroupsWorld, _DEAF, "does not go on with it"
+    "watch nobody": Mutation(
+        FailureDetector, "watch", _watch_nobody, GroupsWorld, _TRIANGLE, "waited for its time-out"
     ),
     "count time without looks": Mutation(
         SuspicionTimers,
@@ -267,7 +279,7 @@ MUTATIONS: dict[str, Mutation] = {
         "break_off",
         _forget_what_is_not_confirmed,
         MessagesWorld,
-        messages.plan(27),
+        _RESETS,
         "timed out",
     ),
     "commit what is not ready": Mutation(

@@ -149,7 +149,9 @@ class Recorder:
         bridge = RecordingBridge(host, self.hosts, local_rank, self._mailboxes)
         self._bridges[host, local_rank] = bridge
         rank = host * self.ranks_per_host + local_rank
-        detector: Any = SimpleNamespace(begun=None, dead=frozenset(), left=frozenset(), bound=_TIMEOUT_S)
+        detector: Any = SimpleNamespace(
+            begun=None, dead=frozenset(), left=frozenset(), bound=_TIMEOUT_S, interval=_TIMEOUT_S
+        )
         hierarchy = Hierarchy(local, self._table, rank, bridge, detector, "recorded")
         messages: Any = SimpleNamespace(bridge_kind=bridge.kind)
         return _RecordingEngine(hierarchy, messages)

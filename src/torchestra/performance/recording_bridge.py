@@ -98,6 +98,9 @@ class _Pending:
         log.overhead("bridge_wait")
         return True
 
+    def awaited(self) -> tuple[int, ...]:
+        return ()
+
     def _take(self, end: int, buffer: torch.Tensor) -> int:
         """Fill the buffer of a message; return the message's length."""
         if end in self._boxes.recorded:

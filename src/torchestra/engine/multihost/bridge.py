@@ -36,6 +36,9 @@ class Pending(Protocol):
             BridgeError: it has failed.
         """
 
+    def awaited(self) -> Sequence[int]:
+        """Return the other ends that have not sent or taken all of theirs yet; none if that is not known."""
+
 
 class Bridge(ABC):
     """One end of a rail. The ends meet while the first operations wait.

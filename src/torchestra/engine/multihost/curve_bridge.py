@@ -75,6 +75,9 @@ class _Transfer:
             raise BridgeError(self._error)
         return True
 
+    def awaited(self) -> Sequence[int]:
+        return tuple(self.left)
+
 
 class CurveBridge(Bridge):
     """See Bridge.

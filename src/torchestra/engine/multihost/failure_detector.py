@@ -8,6 +8,9 @@ acknowledgements carry the *membership updates*, as in SWIM (Das, Gupta, Motival
 or left as far as the sender knows. For its own host a rank learns that from the arena. A rank that is no
 leader pings a host when it waits for one of its ranks.
 
+A rank that waits for other hosts in an operation pings these itself, a few at a time: so it notices a cut
+between the two where the coordinator reaches both (:meth:`FailureDetector.watch`).
+
 A host that has acknowledged nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s), and of
 which no other bytes have come either, is given up: the group is aborted on all remaining hosts. Only time in
 which this process ran counts (:class:`SuspicionTimers`).
@@ -32,7 +35,7 @@ from functools import partial
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import RankFacts, read_facts
-from torchestra.engine.failure.hang_report import HostReport
+from torchestra.engine.failure.hang_report import HostReport, hang_report
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
@@ -41,7 +44,7 @@ from torchestra.engine.multihost.remote_records import Answer, answer, understan
 from torchestra.engine.multihost.suspicion import PINGS_PER_BOUND, SuspicionTimers
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record, waits_for_other_hosts
-from torchestra.errors import RankFailedError
+from torchestra.errors import RankFailedError, named
 from torchestra.store import Store
 from torchestra.store.unreadable import UNREADABLE
 from torchestra.transport.message import Message
@@ -50,6 +53,7 @@ _ANSWER_SECONDS = 3.0
 _PING_SECONDS = 1.0
 _CONFIRM_SECONDS = 3.0
 _RESEND_SECONDS = 0.1
+_MOST_WATCHED = 4
 
 
 class ControlMessage(IntEnum):
@@ -81,6 +85,7 @@ class FailureDetector:
         bound: the heartbeat bound.
 
     Attributes:
+        interval: how many seconds apart the pings are.
         begun: how many operations of the group this rank has begun; set by the code that counts them.
         dead, left: ranks of other hosts, in the group's numbering, that have died, or left the group.
         silent: hosts that have been given up.
@@ -98,8 +103,8 @@ class FailureDetector:
         self._context = context
         self._here = frozenset(hosts.on(host))
         self._others = [each for each in range(len(hosts)) if each != host]
-        self._interval = bound / PINGS_PER_BOUND
-        self._timers = SuspicionTimers(2 * self._interval)
+        self.interval = bound / PINGS_PER_BOUND
+        self._timers = SuspicionTimers(2 * self.interval)
         self._transport: GroupTransport | None = None
         self._unreachable: set[int] = set()
         self._pinged: dict[int, float] = {}  # by host: when
@@ -174,8 +179,7 @@ class FailureDetector:
         For callers that look repeatedly: the result may be an eighth of the heartbeat bound old.
         """
         for host in self._others:
-            if time.monotonic() - self._pinged.get(host, 0.0) > self._interval:
-                self.ping(host)
+            self._ping_if_due(host)
         silent = self._suspect(self._others)
         with self._lock:
             lost = self.silent | silent | self._failed_hosts()
@@ -199,8 +203,36 @@ class FailureDetector:
                     self._record_bytes(host)
             silent_s = self._timers.silent_seconds(hosts)
         # The next look may be up to an interval too late.
-        late = self.bound - 1.5 * self._interval
+        late = self.bound - 1.5 * self.interval
         return {host for host in hosts if silent_s[host] > late and self._contact(host) is not None}
+
+    def watch(self, hosts: Sequence[int]) -> None:
+        """Ping the first few of the hosts that this rank waits for; give up those that are silent too long.
+
+        A rank that waits calls it again and again. More need no ping: it waits until these have come anyway.
+        """
+        if self._transport is None:  # while the ranks still meet
+            return
+        hosts = hosts[:_MOST_WATCHED]
+        for host in hosts:
+            self._ping_if_due(host)
+        self._give_up(self._suspect(hosts))
+
+    def _ping_if_due(self, host: int) -> None:
+        if time.monotonic() - self._pinged.get(host, 0.0) > self.interval:
+            self.ping(host)
+
+    def _give_up(self, hosts: set[int]) -> None:
+        """Abort the group for hosts that have been silent for too long, unless that has been done."""
+        for host in hosts - self.silent:
+            self.silent.add(host)
+            ranks = self.hosts.on(host)
+            self._abort_aside(
+                f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
+                " it is down, or the network to it is",
+                ranks,
+                hang_report([self._silence(host)], self._context.group_rank),
+            )
 
     def _record_bytes(self, host: int) -> None:
         """Note that a host lives if bytes have come from it since it was heard from last.

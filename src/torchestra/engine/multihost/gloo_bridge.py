@@ -46,11 +46,17 @@ class _Transfer:
         begin: begins it, once the ends have met; returns what to wait for.
         timeout: how long to wait for that.
         tensors: kept alive until it has ended.
+        ends: with which end each of what to wait for is exchanged.
     """
 
     def __init__(
-        self, begin: Callable[[], Sequence[Any]], timeout: timedelta, tensors: Sequence[torch.Tensor] = ()
+        self,
+        begin: Callable[[], Sequence[Any]],
+        timeout: timedelta,
+        tensors: Sequence[torch.Tensor] = (),
+        ends: Sequence[int] = (),
     ) -> None:
+        self._ends, self._ended = ends, 0
         self._begin: Callable[[], Sequence[Any]] | None = begin
         self._works: Sequence[Any] = ()
         self._timeout = timeout
@@ -77,7 +83,9 @@ class _Transfer:
         if self._begin is not None and self._error is None:
             self.begin()
         try:
-            _await(self._works, self._timeout)
+            for work in self._works:
+                work.wait(self._timeout)
+                self._ended += 1
         except Exception as error:
             self._error = error
         self._works, self._tensors = (), ()
@@ -93,6 +101,9 @@ class _Transfer:
         if self._error is not None:
             raise _failure(self._error) from self._error
         return True
+
+    def awaited(self) -> Sequence[int]:
+        return self._ends[self._ended :]
 
 
 class _Ends:
@@ -196,8 +207,9 @@ class GlooBridge(Bridge):
         ends, timeout = self._ends, timedelta(seconds=timeout_s + _SLACK_SECONDS)
         if ends.is_closed:
             raise BridgeError("Gloo: this end is closed")
-        tensors = [tensor for _, tensor in (*receives, *sends)]
-        transfer = _Transfer(partial(ends.begin, receives, sends), timeout, tensors)
+        both = (*receives, *sends)
+        tensors, others = [tensor for _, tensor in both], [end for end, _ in both]
+        transfer = _Transfer(partial(ends.begin, receives, sends), timeout, tensors, others)
         with ends.lock:
             if ends.error is not None:
                 raise _failure(ends.error) from ends.error

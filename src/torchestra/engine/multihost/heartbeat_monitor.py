@@ -7,13 +7,11 @@ import time
 from dataclasses import replace
 
 from torchestra.engine import layout as at
-from torchestra.engine.failure.hang_report import hang_report
 from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.record_publisher import RecordPublisher, RemoteHost
 from torchestra.engine.multihost.remote_records import on_this_clock
 from torchestra.engine.recorder.flight_entries import HostRecord
 from torchestra.engine.recorder.flight_record import read_flight_record
-from torchestra.errors import named
 from torchestra.transport.message import Message
 
 _ENTRIES = 16  # of each rank, for readers outside of the job
@@ -62,22 +60,14 @@ class HeartbeatMonitor(FailureDetector):
     def _run(self) -> None:
         while not self._closed.is_set():
             self.check()
-            self._closed.wait(self._interval)
+            self._closed.wait(self.interval)
 
     def check(self) -> None:
         """Ping the hosts that this one watches, and give up those that have been silent for too long."""
         watched = self._watched()
         for host in watched:
             self.ping(host)
-        for host in self._suspect(watched) - self.silent:
-            self.silent.add(host)
-            ranks = self.hosts.on(host)
-            self._abort_aside(
-                f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
-                " it is down, or the network to it is",
-                ranks,
-                hang_report([self._silence(host)], self._context.group_rank),
-            )
+        self._give_up(self._suspect(watched))
 
     def _watched(self) -> list[int]:
         """Return the hosts that this one pings: all others if it is the coordinator, else that one."""

@@ -160,6 +160,8 @@ class Hierarchy:
         self.grid = grid_of(len(hosts))
         fits = max(_MIN_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
         self.inline_bytes = fits if self.grid is None else 0
+        # A leader is connected to other leaders. Mostly it waits for the same hosts as the other ranks here.
+        self._patience_s = detector.interval if self.local_rank == 0 else detector.bound
         self.eager_bytes = _EAGER_BYTES // (len(hosts) - 1)
         detector.begun = lambda: self.sequence
         self._plans: dict[tuple[str, int, int, int, int], LocalPlan] = {}
@@ -199,6 +201,8 @@ class Hierarchy:
         try:
             while not pending.wait(_POLL_SECONDS):
                 self._check_local(call, suspects)
+                if call.deadline.elapsed() > self._patience_s:
+                    self.detector.watch(pending.awaited())
                 if gone := suspects.expired(self._gone_remote_ranks()):
                     self._give_up_on(gone, call)
             return

@@ -90,6 +90,9 @@ class _Work:
                 pause = min(1.2 * pause, _LONGEST_PAUSE)
         return True
 
+    def awaited(self) -> Sequence[int]:
+        return ()
+
     def has_ended(self, times: int = 1) -> bool:
         """Return whether it has ended; let MPI make progress on it ``times`` times.
 

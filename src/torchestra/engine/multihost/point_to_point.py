@@ -341,9 +341,8 @@ class PointToPoint:
                     self._withdraw(request, error)
         if any(request.gone_since is not None for request in requests):
             return _POLL_SECONDS
-        return min(
-            [_LONGEST_PAUSE, *(max(_POLL_SECONDS, request.deadline.remaining()) for request in requests)]
-        )
+        longest = min(_LONGEST_PAUSE, self._hierarchy.detector.interval)
+        return min([longest, *(max(_POLL_SECONDS, request.deadline.remaining()) for request in requests)])
 
     def _check_request(self, request: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain."""

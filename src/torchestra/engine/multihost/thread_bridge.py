@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -51,6 +52,9 @@ class _Awaited:
                     return False
                 rail.changed.wait(remaining)
         return True
+
+    def awaited(self) -> Sequence[int]:
+        return [end for end, _, _ in self._expected]
 
 
 class ThreadBridge(Bridge):

@@ -42,6 +42,8 @@ class WaitPolicy:
         peer = request.peer if request.partner is None else request.partner
         if peer is not None and (end_reason := self._hierarchy.detector.end_reason(peer)) is not None:
             self._give_up_on(request, peer, end_reason)
+        if peer is not None and request.deadline.elapsed() > self._hierarchy.detector.interval:
+            self._hierarchy.detector.watch([self._hosts.host_of[peer]])
         if request.broken is not None:
             since, why = request.broken
             if request.deadline.elapsed() - since > EXPLANATION_BOUNDS * self._hierarchy.detector.bound:
