@@ -45,13 +45,57 @@ def test_a_compiled_function_gives_what_the_plain_one_gives() -> None:
     assert run("processes", 2, call_compiled) == [[0, 0]] * 2
 
 
-def reduce(tensor: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(tensor)
+def change_in_place(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Call the collectives that are traced."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    gathered = torch.empty(size, *tensor.shape)
+    dist.all_gather_into_tensor(gathered, tensor + rank)
+    pieces = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(pieces, tensor * (rank + 1), group=dist.group.WORLD)
+    scattered = torch.empty_like(tensor)
+    dist.reduce_scatter_tensor(scattered, gathered)
+    swapped = torch.empty_like(gathered)
+    dist.all_to_all_single(swapped, gathered * (rank + 1))
+    return torch.cat([tensor, *pieces, scattered, swapped.flatten(0, 1)])
+
+
+def compile_in_place() -> bool:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    compiled = torch.compile(change_in_place, fullgraph=True, backend="aot_eager")
+    tensors = [torch.arange(6.0).reshape(2, 3) * (rank + 1) for _ in range(2)]
+    both = [
+        call(tensor, rank, size) for call, tensor in zip((compiled, change_in_place), tensors, strict=True)
+    ]
+    return torch.equal(*both) and torch.equal(*tensors)
+
+
+def test_collectives_that_change_their_tensors_are_traced() -> None:
+    assert run("processes", 2, compile_in_place) == [True, True]
+
+
+def reduce_at_once_and_later(tensor: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(tensor, dist.ReduceOp.PREMUL_SUM(2.0))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    return tensor
+
+
+def compile_what_is_not_traced() -> list[float]:
+    return torch.compile(reduce_at_once_and_later, backend="aot_eager")(torch.ones(1)).tolist()
+
+
+def test_what_functional_collectives_cannot_do_breaks_the_graph() -> None:
+    assert run("processes", 2, compile_what_is_not_traced) == [[8], [8]]
+
+
+def meet(tensor: torch.Tensor) -> torch.Tensor:
+    dist.barrier()
     return tensor
 
 
 def compile_whole() -> str:
-    compiled = torch.compile(reduce, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(meet, fullgraph=True, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         compiled(torch.ones(1))
     return str(caught.value)
@@ -60,5 +104,5 @@ def compile_whole() -> str:
 def test_a_whole_graph_is_refused_with_the_functions_name() -> None:
     """And with what there is instead."""
     (message,) = run("threads", 1, compile_whole)
-    assert "all_reduce" in message
+    assert "barrier" in message
     assert "torchestra.functional" in message

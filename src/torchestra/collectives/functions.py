@@ -20,6 +20,7 @@ from torch.overrides import has_torch_function, has_torch_function_unary
 
 from torchestra.arguments.annotations import checked
 from torchestra.collectives.group_arguments import member_of, root_of, sender_of
+from torchestra.collectives.traced import trace_in_place_of
 from torchestra.communicator.work import Work
 from torchestra.engine.operations import (
     ALL_TO_ALL,
@@ -27,7 +28,6 @@ from torchestra.engine.operations import (
     SCATTER,
 )
 from torchestra.engine.thread_ranks import current_thread_rank
-from torchestra.system.untraced import untraced
 from torchestra.tensors import checks
 from torchestra.tensors.override import as_tuple, overridden
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
@@ -439,4 +439,4 @@ def irecv(
 
 
 for _name in __all__:
-    untraced(globals()[_name])
+    trace_in_place_of(globals()[_name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -16,25 +17,31 @@ _REASON = "it moves bytes, and changes its arguments; torchestra.functional has 
 _SKIPPED = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP)
 
 
-def untraced(traced: _Callable) -> _Callable:
+def untraced(given: _Callable, inlined: Callable[..., Any] | None = None) -> _Callable:
     """Keep torch.compile from tracing a function, or the methods of a class, and all that they call.
 
     Where a compiled function calls one, the graph breaks, and it runs as it is. Does the same as
     torch.compiler.disable, but costs no call, and does not import the compiler, which takes seconds.
 
+    Args:
+        inlined: a function that is traced there in place of a function.
+
     Returns:
         What was given. Base classes are not changed.
     """
-    for function in vars(traced).values() if isinstance(traced, type) else (traced,):
+    for function in vars(given).values() if isinstance(given, type) else (given,):
         if isinstance(function, (classmethod, staticmethod)):
             function = function.__func__
         if isinstance(function, FunctionType):
-            _untrace(function)
-    return traced
+            _untrace(function, inlined)
+    return given
 
 
-def _untrace(function: Any) -> None:
-    # Torch looks at the first where it traces a caller, and at the other where C++ or untraced code calls.
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = _REASON
+def _untrace(function: Any, inlined: Callable[..., Any] | None) -> None:
+    # Torch looks at the attributes where it traces a caller, at the strategy where other code calls.
+    if inlined is None:
+        function._torchdynamo_disable = True
+        function._torchdynamo_disable_msg = _REASON
+    else:
+        function._torchdynamo_inline = inlined
     _FRAMES.set_code_exec_strategy(function.__code__, _SKIPPED)

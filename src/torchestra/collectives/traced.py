@@ -1,0 +1,125 @@
+"""What torch.compile traces in place of a collective: the functional one, and a copy of what it returns.
+
+So a function that is compiled with ``fullgraph=True`` may call collectives that change their tensors. With
+``async_op=True``, and on ranks that are not in the group, the graph breaks, and the collective runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchestra.process_group import NonMember
+from torchestra.system.untraced import untraced
+from torchestra.types import ReduceOp
+from torchestra.world.init import AnyGroup, default_group
+
+__all__ = ["trace_in_place_of"]
+
+
+def trace_in_place_of(function: Callable[..., Any]) -> None:
+    """Have torch.compile trace what stands here for a function, if anything does, and never itself."""
+    untraced(function, inlined=_TRACED.get(function.__name__))
+
+
+@untraced
+def _break_graph() -> None:
+    """Do nothing: the compiler ends the graph before the collective, and calls that itself."""
+
+
+def _is_traced(group: AnyGroup | None, differs: bool) -> bool:
+    if differs or isinstance(group, NonMember):
+        _break_graph()
+        return False
+    return True
+
+
+def _name(group: AnyGroup | None) -> str:
+    assert not isinstance(group, NonMember)
+    return _default_name() if group is None else group.group_name
+
+
+def _default_name() -> str:
+    return default_group().group_name
+
+
+_default_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    if _is_traced(group, async_op):
+        from torchestra import functional
+
+        tensor.copy_(functional.all_reduce(tensor, op, _name(group)))
+
+
+def _all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    if _is_traced(group, async_op):
+        from torchestra import functional
+
+        gathered = functional.all_gather_tensor(input_tensor.reshape(-1), 0, _name(group))
+        output_tensor.copy_(gathered.view(output_tensor.shape))
+
+
+def _all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    if _is_traced(group, async_op or any(each.shape != tensor.shape for each in tensor_list)):
+        from torchestra import functional
+
+        gathered = functional.all_gather_tensor(tensor.reshape(-1), 0, _name(group))
+        for output, piece in zip(tensor_list, gathered.chunk(len(tensor_list)), strict=True):
+            output.copy_(piece.view(output.shape))
+
+
+def _reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    if _is_traced(group, async_op):
+        from torchestra import functional
+
+        piece = functional.reduce_scatter_tensor(input.reshape(-1), op, 0, _name(group))
+        output.copy_(piece.view(output.shape))
+
+
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    if _is_traced(group, async_op):
+        from torchestra import functional
+
+        received = functional.all_to_all_single(input, output_split_sizes, input_split_sizes, _name(group))
+        output.copy_(received.view(output.shape))
+
+
+_TRACED: dict[str, Callable[..., None]] = {
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_reduce": _all_reduce,
+    "all_to_all_single": _all_to_all_single,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+}
