@@ -24,6 +24,7 @@ from real_hosts import Network, enter
 from simulated import SECONDS, Layout
 
 import torchestra as dist
+from mpich_memory import mpich_memory_removed
 from torchestra.engine.multihost.mpi import end_mpi
 from torchestra.store import Store
 from worlds import ProcessWorld, processes
@@ -171,7 +172,8 @@ def launched(
     names = [network.hosts[host] for host, ranks in enumerate(layout) for _ in range(ranks)]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("TORCHESTRA_")}
     jobs: list[subprocess.Popen[bytes]] = []
-    with processes(len(names), be_launched, names, variables, fn, args, init=False) as world:
+    body = be_launched, names, variables, fn, args
+    with processes(len(names), *body, init=False) as world, mpich_memory_removed():
         program = ["-S", str(_RELAY), world.path("")]
         directory = Path(world.path("launcher"))
         directory.mkdir()
@@ -183,19 +185,6 @@ def launched(
             world.close()
             for job in jobs:
                 _end(job)
-            _remove_what_mpich_leaves()
-
-
-def _remove_what_mpich_leaves() -> None:
-    """Where ranks are killed, MPICH leaves its shared memory, which nobody has mapped any more."""
-    files = [str(file) for file in Path("/dev/shm").glob("mpich_shm_*")]
-    mapped = ""
-    for process in Path("/proc").glob("[0-9]*") if files else ():
-        with contextlib.suppress(OSError):
-            mapped += (process / "maps").read_text()
-    for file in files:
-        if file not in mapped:
-            Path(file).unlink(missing_ok=True)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -103,7 +103,12 @@ def judge(round_: Round, ranks: Ranks, times: dict[str, float], reference: list[
         for each in ranks.told(rank)
         if each["what"] == "begun"
     }
-    shared = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids if pid > 1)]
+    # Whole numbers: the names of others' shared memory have digits, too, and hexadecimal ones.
+    shared = [
+        name
+        for name in os.listdir("/dev/shm")
+        if pids & {int(each) for each in re.findall(r"(?<![0-9a-f])[0-9]+(?![0-9a-f])", name)} - {0, 1}
+    ]
     if shared:
         verdict.wrong.append(f"shared memory is left: {shared}")
     return verdict
