@@ -155,7 +155,7 @@ def come_and_go(_: Store, rank: int, size: int) -> None:
         with pytest.raises(dist.DistBackendError, match="has destroyed group"):
             group.allreduce([tensor]).wait()
         del group
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (
             worlds.mappings() or threading.active_count() > 1 or (turn and len(worlds.descriptors()) > files)
         ):
@@ -193,9 +193,14 @@ def be_interrupted() -> str:
         worlds.await_note("over")
         return "other"
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+
+    def wait() -> None:
+        interrupt.start()
         work.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     worlds.leave_note("over")
     return "interrupted"
 

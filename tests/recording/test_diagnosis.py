@@ -24,7 +24,7 @@ from torchestra.engine.diagnosis.last_seen import read_last_seen
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError
 from worlds import KINDS, outcomes, processes, set_timeout
 
-SECONDS = 0.2
+SECONDS = 1.0  # in which rank 1 gets to where the report is to find it
 SOON = 30.0
 MANY_BYTES = 1 << 24
 
@@ -75,6 +75,12 @@ def fifo(tmp_path: Path) -> str:
     return str(path)
 
 
+def await_state(pid: int, state: str) -> None:
+    """Wait until a process is in a state, by the letter that /proc has for it."""
+    while f"\nState:\t{state}" not in Path(f"/proc/{pid}/status").read_text():
+        threading.Event().wait(0.01)
+
+
 def told(kind: str, rank_1: Callable[[str], None], fifo: str) -> str:
     """What rank 0 finds."""
     zero, _ = outcomes(kind, 2, give_up_waiting, rank_1, fifo)
@@ -117,6 +123,8 @@ def takes_two_groups_in_different_orders() -> str:
         with pytest.raises(DistError):
             dist.all_reduce(torch.ones(1), group=second)  # here
         return ""
+    while (last := dist.flight_record(second).ranks[1].last_operation) is None or last.kind != "all_reduce":
+        threading.Event().wait(0.01)
     first.set_timeout(SECONDS)
     with pytest.raises(CollectiveTimeoutError) as caught:
         dist.all_reduce(torch.ones(2), group=first)
@@ -140,6 +148,8 @@ def both_receive_first() -> str:
         dist.recv(tensor, 0, tag=5)  # here
         dist.send(tensor, 0, tag=5)
         return ""
+    while not dist.flight_record().ranks[1].messages:
+        threading.Event().wait(0.01)
     set_timeout(SECONDS)
     with pytest.raises(CollectiveTimeoutError) as caught:
         dist.recv(tensor, 1, tag=5)
@@ -218,8 +228,7 @@ def stop_rank_1_within_an_operation() -> str:
             break
         threading.Event().wait(0.01)
     os.kill(record.pid, signal.SIGSTOP)
-    while "\nState:\tT" not in Path(f"/proc/{record.pid}/status").read_text():
-        threading.Event().wait(0.01)
+    await_state(record.pid, "T")
     set_timeout(SECONDS)
     with pytest.raises(DistError) as caught:
         dist.all_reduce(torch.ones(1 << 18))

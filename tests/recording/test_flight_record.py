@@ -103,23 +103,35 @@ def test_only_the_last_are_kept_and_all_are_counted() -> None:
             assert rank.operations_begun == last or rank.last_operation.state == "running"
 
 
-def who_came_late(late: int) -> dist.FlightRecord:
+def who_came_late(late: int) -> tuple[dist.FlightRecord, tuple[float, ...]]:
+    """The record, and for how long this rank had waited for each rank before one was late."""
     dist.barrier()
-    if dist.get_rank() == late:
+    rank = dist.get_rank()
+    before = dist.flight_record().ranks[rank].waited_for
+    if rank == late:
+        others = [other for other in range(3) if other != late]
+        while not all(waits_for(late, other) for other in others):
+            time.sleep(0.002)
         time.sleep(0.2)  # the subject, not a way to wait for somebody
     dist.all_reduce(torch.ones(1))
     record = dist.flight_record()
     dist.barrier()
-    return record
+    return record, before
+
+
+def waits_for(peer: int, rank: int) -> bool:
+    """Return whether a rank is in operation 3, and waits for a peer there."""
+    found = dist.flight_record().ranks[rank]
+    return found.operations[-1].number == 3 and found.waiting_for == peer
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_who_waited_for_whom_is_recorded(kind: str, late: int) -> None:
     """Also where another rank was waited for first: the one that came last is to blame."""
-    for rank, record in enumerate(run(kind, 3, who_came_late, late)):
+    for rank, (record, before) in enumerate(run(kind, 3, who_came_late, late)):
         entry = next(entry for entry in operations(record, rank) if entry.number == 3)
-        waited = record.ranks[rank].waited_for
+        waited = [seconds - then for seconds, then in zip(record.ranks[rank].waited_for, before, strict=True)]
         if rank == late:
             assert entry.waited < entry.ended - entry.started + 1e-3
         else:
@@ -203,7 +215,7 @@ def outlive() -> dist.FlightRecord | None:
         dist.barrier()
         return None
     deadline = time.monotonic() + SOON
-    while len(dist.flight_record().ranks[1].operations) < 3:
+    while not waits_for(0, 1):
         assert time.monotonic() < deadline
     leave_note("rank 1 waits")
     await_note("killed")

@@ -90,12 +90,19 @@ def test_a_time_out_says_the_same_on_every_rank(kind: str) -> None:
     check_that_one_never_came(results(ended))
 
 
+def await_all_reduce() -> None:
+    """Wait until the ranks before this one are in operation 3."""
+    for other in range(dist.get_rank()):
+        await_line(other, "is in operation 3")
+
+
 def wait_for_the_dead() -> str:
-    """The last rank ends in the way it is told to, while the others wait for it."""
+    """The last rank is killed while the others wait for it."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     dist.barrier()
-    leave_note(f"ready {rank}")
     if rank == last:
+        await_all_reduce()
+        leave_note("awaited")
         await_note("never")
     with pytest.raises(RankFailedError) as caught:
         dist.all_reduce(torch.ones(5))
@@ -105,7 +112,7 @@ def wait_for_the_dead() -> str:
 
 def test_a_rank_that_was_killed_is_told_of_with_the_signal() -> None:
     with processes(3, wait_for_the_dead) as world:
-        world.await_file("ready 2")
+        world.await_file("awaited")
         world.signal(2, signal.SIGKILL)
         zero, one, _ = world.finish()
     check_death([zero, one], "killed by SIGKILL|process [0-9]+ is gone")
@@ -115,6 +122,7 @@ def end_by_itself() -> str:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     dist.barrier()
     if rank == last:
+        await_all_reduce()
         os._exit(7)
     with pytest.raises(RankFailedError) as caught:
         dist.all_reduce(torch.ones(5))

@@ -24,7 +24,8 @@ from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.monitor import metrics
 from worlds import KINDS, ProcessWorld, await_note, leave_note, processes, run
 
-SOON = 30.0
+SOON = 90.0
+LONG = 600.0  # the tests' time-outs come before
 Labels = dict[str, str]
 
 
@@ -68,18 +69,19 @@ def work_and_hang() -> None:
         if rank == 1:
             time.sleep(0.005)  # the subject, not a way to wait for somebody
         dist.all_reduce(torch.ones(1000))
-    leave_note(f"works {rank}")
     if rank == 1:
-        await_note("end")
+        while dist.flight_record().ranks[0].operations[-1].kind != "barrier":
+            time.sleep(0.002)
+        leave_note("rank 0 waits")
+        await_note("end", LONG)
     dist.barrier()
 
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[ProcessWorld]:
     """Rank 0 waits for rank 1, which was always late."""
-    with processes(2, work_and_hang, timeout=120.0) as world:  # no rank gives up while tests look
-        for rank in range(2):
-            world.await_file(f"works {rank}")
+    with processes(2, work_and_hang, timeout=LONG) as world:  # no rank gives up while tests look
+        world.await_file("rank 0 waits")
         yield world
         Path(world.path("end")).touch()
 
