@@ -115,7 +115,7 @@ def test_calls_of_who_is_not_in_the_group_warn_and_do_nothing() -> None:
 
 def many_groups(rounds: int) -> None:
     for number in range(rounds):
-        group = dist.new_group(timeout=5)
+        group = dist.new_group(timeout=50)
         assert sum_over(group) == 3
         assert group.group_name == str(number + 1)
         if number % 2:

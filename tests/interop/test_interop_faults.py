@@ -83,8 +83,8 @@ def test_a_dead_rank_is_named_by_futures_and_to_torchs_reducer() -> None:
 
 
 def wait_in_vain() -> None:
-    late = dist.new_group(timeout=timedelta(seconds=0.2))
-    barrier, monitored = dist.new_group(), dist.new_group()
+    late, barrier, monitored = dist.new_group(), dist.new_group(), dist.new_group()
+    inner_group(late).set_timeout(timedelta(seconds=0.2))  # not before: it bounds making the group, too
     dist.barrier()
     if dist.get_rank() == 1:
         worlds.await_note("over")

@@ -130,6 +130,9 @@ def ask_for_what_names_gloo() -> None:
 def shrink_and_go_on() -> None:
     other = dist.new_group([0, 1])
     del other
+    worlds.leave_note(f"has the group {dist.get_rank()}")
+    for rank in range(3):  # one that still makes it would be told that another shrinks
+        worlds.await_note(f"has the group {rank}")
     if dist.get_rank() == 1:
         return
     numbers = [None, None]

@@ -117,6 +117,7 @@ def test_what_is_adopted_under_the_switch_is_named_gloo() -> None:
 
 def shrink_what_is_adopted() -> None:
     adopt()
+    worlds.store_barrier()
     if dist.get_rank() == 1:
         return
     dist.group.WORLD.shrink([1])

@@ -44,6 +44,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of %(default)s")
     parser.add_argument("--one-host", action="store_true", help="no worlds of several hosts")
     parser.add_argument("--keep-going", action="store_true", help="play on after a violation")
+    parser.add_argument("--load", type=float, help="by what limits are multiplied; default: measured")
     settings = parser.parse_args(arguments)
     settings.workloads = settings.workloads.split(",")
     settings.chosen = settings.faults.split(",") if settings.faults else list(FAULTS)
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     player, report, violated = Player(console), Report(), 0
     end = time.monotonic() + 60.0 * settings.minutes
     while time.monotonic() < end and report.rounds != settings.rounds:
-        number, limit = report.rounds if settings.only is None else settings.only, load()
+        number, limit = report.rounds if settings.only is None else settings.only, settings.load or load()
         round_ = plan.draw(number, seed, chosen, [*absent], limit, settings.workloads)
         started = time.monotonic()
         verdict = player.play(round_, limit)
