@@ -23,6 +23,7 @@ replacement has done a step; the exit code is 1 if anything failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -59,6 +60,7 @@ _STORE_TOO = 0.2
 _REPLICAS = 2  # of each part of zero's state: as many as are killed at once
 _POLL_S = 0.02
 _STUCK_S = 120.0
+_LEFT_S = 10.0
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -146,11 +148,12 @@ class Job:
 
     def left(self) -> list[str]:
         """Command lines of the processes of this job that still run."""
-        return [
-            (entry / "cmdline").read_text().replace("\0", " ")
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdecimal() and _has_tag(entry, self.tag)
-        ]
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and _has_tag(entry, self.tag):
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+        return found
 
     def kill(self) -> None:
         """Leave nothing of it."""
@@ -452,16 +455,23 @@ def disturb(settings: argparse.Namespace, folder: Path, steps: int) -> tuple[Job
             return job, killer, [*problems, "the job does not end"]
     if code != 0:
         problems.append(f"the job ended with exit code {code}:\n{job.err[-4000:]}")
-    if left := job.left():
+    deadline = time.monotonic() + _LEFT_S  # other programs may have shared memory for a moment
+    while (left := job.left()) + (more := _new_memory(shared)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if left:
         problems.append(f"processes were left: {left}")
-    if more := {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("torch")}:
-        problems.append(f"shared memory was left: {sorted(more)}")
+    if more:
+        problems.append(f"shared memory was left: {more}")
     restarted = len(re.findall("of the job's store was killed, and has been started again", job.err))
     if not killer.store_kills or restarted != len(killer.store_kills):
         problems.append(f"of the store {len(killer.store_kills)} were killed, and {restarted} started again")
     if len(killer.kills) < settings.kills:
         problems.append(f"only {len(killer.kills)} of {settings.kills} kills were made")
     return job, killer, problems
+
+
+def _new_memory(before: set[str]) -> list[str]:
+    return sorted(name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

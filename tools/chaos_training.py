@@ -24,6 +24,8 @@ from torchestra.optim import ZeroRedundancyOptimizer
 SHARDS = 8
 _SAMPLES = 4  # of a shard
 _TOUCHED = 1024  # elements of the padding that a step changes
+_SPARE_STEPS = 50  # as many as chaos_elastic.py adds to those that its kills should take
+_SLOWER = 20.0  # are the spare steps: so the training does not end first where ranks are replaced slowly
 
 
 def options() -> argparse.Namespace:
@@ -47,12 +49,14 @@ def network() -> nn.Module:
 class Pace:
     """Makes each step last for some time, until there is a file ``hurry``."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float, steps: int) -> None:
         self._hurry, self._seconds, self._began = folder / "hurry", seconds, time.monotonic()
+        self._spare = steps - _SPARE_STEPS
 
-    def keep(self) -> None:
+    def keep(self, step: int) -> None:
         """Sleep until this step has lasted long enough."""
-        left = self._began + self._seconds - time.monotonic()
+        seconds = self._seconds * (_SLOWER if step >= self._spare else 1.0)
+        left = self._began + seconds - time.monotonic()
         if left > 0 and not self._hurry.exists():
             time.sleep(left)
         self._began = time.monotonic()
@@ -131,14 +135,14 @@ def main() -> None:
     state = elastic.State(model, optimizer, padding, replicas=settings.replicas)
     name = f"{os.environ['RANK']}-{os.getpid()}"
     log = Log(settings.folder / f"log-{name}", model)
-    pace = Pace(settings.folder, settings.step_ms / 1e3)
+    pace = Pace(settings.folder, settings.step_ms / 1e3, settings.steps)
     step = -1
     update = updating(state, optimizer, padding, log)
     for shard in elastic.shards(state, settings.steps, SHARDS, seed=3, update=update):
         if shard.step != step:
             step = shard.step
             log.write()
-            pace.keep()
+            pace.keep(step)
         inputs = torch.randn(_SAMPLES, 32, generator=shard.generator)
         shard.backward(nn.functional.mse_loss(model(inputs), inputs[:, :8].sin()), _SAMPLES)
     log.write()
