@@ -42,7 +42,7 @@ def test_all_that_pip_says_is_shown_where_it_fails(tmp_path: Path) -> None:
         [sys.executable, install.__file__, "-r", str(missing)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert ended.returncode == 1

@@ -19,7 +19,7 @@ from torchestra.elastic import dcp
 from torchestra.elastic.checkpoints import Writer
 from torchestra.store import HashStore
 from torchestra.world.registry import thread_rank
-from worlds import run
+from worlds import WORLD_SECONDS, run
 
 FILE = "__0_0.distcp"
 
@@ -98,7 +98,7 @@ def test_training_goes_on_while_it_is_written(
     may_write, write_share = threading.Event(), dcp.write_share
 
     def write_later(*args: Any) -> None:
-        assert may_write.wait(20)
+        assert may_write.wait(WORLD_SECONDS)
         write_share(*args)
 
     monkeypatch.setattr(dcp, "write_share", write_later)

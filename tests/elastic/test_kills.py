@@ -16,7 +16,7 @@ from elastic.training import STEPS, train
 from torchestra.elastic import fetching, loop, shard_sum
 from torchestra.elastic.loop import _Loop
 from torchestra.elastic.state import State
-from worlds import RankDied, outcomes, processes
+from worlds import RankDied, outcomes, processes, store_barrier
 
 SHARDS = 8
 
@@ -60,6 +60,7 @@ def kill_itself_at(point: str, count: int, after: bool) -> None:
 def train_until_killed(plan: dict[int, tuple[str, int, bool]]) -> dict[str, Any]:
     if (mine := plan.get(dist.get_rank())) is not None:
         kill_itself_at(*mine)
+    store_barrier()  # or a death at the first point would abort the group that others still enter
     return train(SHARDS)[0]
 
 

@@ -22,7 +22,7 @@ from elastic.training import STEPS, digest, go_on, make, train
 from torchestra import elastic
 from torchestra.elastic.sharded_optimizer import assign_holders
 from torchestra.optim import ZeroRedundancyOptimizer
-from worlds import RankDied, outcomes, run
+from worlds import RankDied, outcomes, run, store_barrier
 
 SHARDS = 6
 
@@ -61,6 +61,7 @@ def test_ranks_that_leave_in_the_middle_of_steps_change_nothing(drawn: st.DataOb
 def train_until_killed(plan: dict[int, tuple[str, int, bool]]) -> dict[str, Any]:
     if (mine := plan.get(dist.get_rank())) is not None:
         kill_itself_at(*mine)
+    store_barrier()  # or a death at the first point would abort the group that others still enter
     return train(SHARDS, zero=True)[0]
 
 
@@ -136,7 +137,7 @@ def test_what_no_rank_has_any_more_is_read_from_a_checkpoint_and_divided_anew(tm
         def leave(shard: elastic.Shard) -> None:
             if shard.step == 3 and shard.index % 2 == 0 and dist.get_world_size() == 3:
                 checkpoints.wait()
-                dist.barrier()  # in the first of each rank's two shards
+                store_barrier()  # in the first of each rank's two shards; no operation, which a death ends
                 if dist.get_rank() == 1:
                     raise test_shards.Gone
 
@@ -169,6 +170,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
 SIZES = st.lists(st.integers(0, 1000), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(1, 8), st.integers(1, 4))
 def test_parts_are_placed_evenly_and_stay_where_they_are(sizes: list[int], ranks: int, copies: int) -> None:
     here = [0] * ranks
@@ -183,6 +185,7 @@ def test_parts_are_placed_evenly_and_stay_where_they_are(sizes: list[int], ranks
     assert [set(each) for each in again] == [set(each) for each in placed]
 
 
+@settings(deadline=None)
 @given(SIZES, st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), st.data())
 def test_parts_are_placed_on_as_many_hosts_as_there_can_be(
     sizes: list[int], host_of: list[int], copies: int, drawn: st.DataObject

@@ -151,6 +151,7 @@ def test_every_sample_is_in_one_shard_of_an_epoch() -> None:
     assert of(2, 0, drop_last=True, shuffle=False) == of(0, 0, shuffle=False)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.randoms())
 def test_the_tree_adds_alike_in_any_order_and_on_any_ranks(shards: int, dice: random.Random) -> None:
     def summed(left: str, right: str) -> str:

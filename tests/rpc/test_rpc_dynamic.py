@@ -61,7 +61,7 @@ def echo(value: Any) -> Any:
 
 
 def await_workers(names: list[str]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + worlds.WORLD_SECONDS
     while here() != names:
         assert time.monotonic() < deadline, (here(), names)
         time.sleep(0.005)
@@ -198,7 +198,7 @@ _release = threading.Event()
 
 
 def hold() -> bool:
-    return _release.wait(30)
+    return _release.wait(worlds.WORLD_SECONDS)
 
 
 def leave_with_a_call_pending() -> None:
@@ -342,7 +342,7 @@ def test_a_worker_that_is_killed_while_it_joins_harms_nobody(step: str) -> None:
 
 
 def call_for_long(name: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + worlds.WORLD_SECONDS
     while time.monotonic() < deadline:
         rpc.rpc_sync(name, echo, (1,))
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -97,13 +98,20 @@ def test_a_worker_that_is_killed_is_named_and_the_others_go_on(transport: str) -
 
 
 def interrupted(transport: str) -> int:
-    rank = begin_on(transport, rpc_timeout=20.0)
+    rank = begin_on(transport, rpc_timeout=worlds.WORLD_SECONDS)
     large = torch.arange(1 << 24, dtype=torch.int32)
     count = 0
     if rank == 0:
+        seen: list[int] = []  # Python drops what is raised while it runs a finalizer
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            seen.append(number)
+            signal.default_int_handler(number, frame)
+
+        signal.signal(signal.SIGINT, interrupt)
         try:
             worlds.leave_note("calling")
-            while True:
+            while not seen:
                 rpc.rpc_sync("worker1", echo, (large,))
                 count += 1
         except KeyboardInterrupt:
@@ -169,8 +177,8 @@ def test_a_worker_on_another_host_that_falls_silent_is_given_up() -> None:
 
 def shut_down_without_one() -> str:
     rank = rpc_workers.begin()
+    worlds.leave_note(f"ready-{rank}")
     if rank == 1:
-        worlds.leave_note("ready")
         time.sleep(60)
     with pytest.raises(WorkerFailedError, match=r"'worker1' \(rank 1\) died") as caught:
         rpc.shutdown()
@@ -181,7 +189,8 @@ def shut_down_without_one() -> str:
 
 def test_a_graceful_shutdown_with_a_dead_worker_is_an_error() -> None:
     with worlds.processes(2, shut_down_without_one) as world:
-        world.await_file("ready")
+        for rank in range(2):  # or the other would still be about to meet this one
+            world.await_file(f"ready-{rank}")
         world.signal(1, signal.SIGKILL)
         world.wait(0).result()
 
@@ -197,12 +206,13 @@ def test_a_shutdown_that_nobody_joins_times_out(hosts: list[str]) -> None:
 
 def _time_out_alone() -> None:
     rank = rpc_workers.begin(secret=rpc_workers.SECRET)
+    worlds.store_barrier()
     if rank == 0:
         with pytest.raises(RpcTimeoutError, match="'worker1' had not called shutdown"):
             rpc.shutdown(timeout=0.3)
         _passed.set()
     else:
-        assert _passed.wait(30)
+        assert _passed.wait(worlds.WORLD_SECONDS)
         with pytest.raises(WorkerFailedError, match="has shut down"):
             rpc.rpc_sync("worker0", echo, (1,))
         rpc.shutdown(graceful=False)
@@ -246,6 +256,7 @@ def test_rpc_can_begin_again_and_leaves_nothing(kind: str, transport: str) -> No
     deadline = time.monotonic() + 10
     while left := rpc_workers.threads_since(before):
         assert time.monotonic() < deadline, left
+        time.sleep(0.01)
 
 
 def _left_of_rpc() -> list[Any]:
@@ -291,7 +302,9 @@ def requests_per_worker(size: int) -> float:
     names: dict[int, list[str]] = {}
 
     def meet(rank: int) -> None:
-        names[rank] = starting._meet(PrefixStore("rpc", store), f"worker{rank}", rank, size, 10)
+        names[rank] = starting._meet(
+            PrefixStore("rpc", store), f"worker{rank}", rank, size, worlds.WORLD_SECONDS
+        )
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -337,6 +350,7 @@ def _call_on(worker: str) -> None:
 
 def _end_without_shutdown() -> None:
     rank = rpc_workers.begin()
+    worlds.store_barrier()
     if rank == 0:
         # Worker 1 may have noticed itself, and left, before worker 0 looks.
         how = r"died \(its thread has ended\)|has shut down"

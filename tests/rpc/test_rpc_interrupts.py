@@ -46,7 +46,7 @@ PRODUCT = (
     transport,
 )
 FILES = [module.__file__ for module in PRODUCT]
-LONGEST = 5.0
+LONGEST = 30.0
 
 
 def echo(value: Any) -> Any:

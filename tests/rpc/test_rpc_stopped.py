@@ -12,6 +12,8 @@ from torchestra import rpc
 from torchestra.rpc.current import current_agent
 from torchestra.transport.pair import PairConnection
 
+SECONDS = 5.0  # of a call: enough to stop the workers before they are over
+
 
 def answer_late(note: str) -> int:
     worlds.await_note(note)
@@ -23,7 +25,7 @@ def call_and_be_stopped() -> int:
     rank = rpc_workers.begin()
     found = 5
     if rank == 0:
-        future = rpc.rpc_async("worker1", answer_late, ("go",), timeout=2.0)
+        future = rpc.rpc_async("worker1", answer_late, ("go",), timeout=SECONDS)
         worlds.leave_note("calling")
         found = future.wait()
     rpc.shutdown()
@@ -35,7 +37,7 @@ def test_a_call_does_not_time_out_because_the_workers_were_stopped() -> None:
         world.await_file("calling")
         for rank in range(2):
             world.signal(rank, signal.SIGSTOP)
-        time.sleep(2.5)
+        time.sleep(SECONDS + 0.5)
         Path(world.path("go")).touch()
         for rank in range(2):
             world.signal(rank, signal.SIGCONT)

@@ -190,7 +190,7 @@ def open_gate() -> None:
 
 
 def pass_gate() -> None:
-    assert _lock.wait(30)
+    assert _lock.wait(60)
 
 
 def use_what_has_no_value() -> None:

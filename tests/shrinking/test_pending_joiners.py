@@ -19,7 +19,7 @@ from torchestra.engine.membership.pending_joiners import MAX_COUNT, PendingJoine
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena
 
-SOON = 30.0
+SOON = 100.0
 
 
 def views(size: int) -> list[PendingJoiners]:
@@ -72,9 +72,10 @@ def test_ranks_that_run_apart_at_random_get_one_answer_per_poll() -> None:
     size, polls = 4, 1500
     ranks = views(size)
     answers: list[list[int]] = [[] for _ in ranks]
-    done = threading.Event()
+    changed, done = threading.Event(), threading.Event()
 
     def program(rank: int) -> None:
+        assert changed.wait(SOON)
         dice = random.Random(rank)
         while len(answers[rank]) < polls:
             answers[rank].append(ranks[rank].count())
@@ -83,6 +84,8 @@ def test_ranks_that_run_apart_at_random_get_one_answer_per_poll() -> None:
 
     def change() -> None:
         dice = random.Random(9)
+        assert ranks[0].publish(1)  # takes effect at one of the first polls
+        changed.set()
         while not done.is_set():
             ranks[0].publish(dice.randint(0, 5), lambda: time.sleep(dice.random() * 0.001))
 

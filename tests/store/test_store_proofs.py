@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchestra.errors import DistStoreError
@@ -17,6 +17,7 @@ from torchestra.store.torch_agent import TorchStore
 SECRET = b"between us"
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=3), st.binary(max_size=80), st.integers(0, 300))
 def test_pieces_are_what_was_written_and_nothing_else(pieces: list[bytes], rubbish: bytes, cut: int) -> None:
     value = b"".join(prove(SECRET, "key", piece) for piece in pieces)

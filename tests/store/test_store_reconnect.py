@@ -29,10 +29,11 @@ class Router:
     Attributes:
         target: the port of the server to which new connections lead.
         answers: whether what the server sends is passed on.
+        dropped: set when something that the server sent was not passed on.
     """
 
     def __init__(self, target: int) -> None:
-        self.target, self.answers = target, True
+        self.target, self.answers, self.dropped = target, True, threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
@@ -56,6 +57,8 @@ class Router:
             while data := source.recv(1 << 16):
                 if self.answers or source.getpeername()[1] != self.target:
                     sink.sendall(data)
+                else:
+                    self.dropped.set()
         except OSError:
             pass
 
@@ -64,8 +67,9 @@ class Router:
         sockets, self._sockets = self._sockets, []
         for each in sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            # Wakes the thread that reads: only then does close() send something.
-            each.shutdown(socket.SHUT_RD)
+            with contextlib.suppress(OSError):  # its other end has reset it already
+                # Wakes the thread that reads: only then does close() send something.
+                each.shutdown(socket.SHUT_RD)
             each.close()
 
     def close(self) -> None:
@@ -163,6 +167,7 @@ def test_a_change_is_not_made_twice(
     with ThreadPoolExecutor(1) as threads, client_of(server) as direct:
         changing = threads.submit(getattr(store, request_name), "k", *arguments)
         until(lambda: direct.check(["k"]))
+        assert router.dropped.wait(LONG)
         router.answers = True
         router.reset()
         with pytest.raises(DistNetworkError, match="lost the connection to the server"):

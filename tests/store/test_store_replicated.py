@@ -164,7 +164,7 @@ def test_waits_survive_the_primary(processes: ReplicaProcesses) -> None:
 def test_without_a_majority_the_error_names_who_is_out_of_reach(
     processes: ReplicaProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "NO_PRIMARY_SECONDS", 0.3)
+    monkeypatch.setattr(sessions, "NO_PRIMARY_SECONDS", 1.5)  # long enough to ask all
     store = ReplicatedStore(processes.addresses, LONG)
     store.set("k", "v")
     processes.kill(0)
@@ -215,7 +215,7 @@ def test_wrong_addresses_are_refused(addresses: list[str]) -> None:
 def test_a_client_without_the_secret_is_refused() -> None:
     with replicas_here(1, "the secret") as (_, addresses):
         with pytest.raises(DistNetworkError, match="secret"):
-            ReplicatedStore(addresses, 1.0, secret="another")
+            ReplicatedStore(addresses, LONG, secret="another")
         store = ReplicatedStore(addresses, LONG, secret="the secret")
         store.set("k", "v")
         assert store.get("k") == b"v"
@@ -225,10 +225,11 @@ def test_a_client_without_the_secret_is_refused() -> None:
 def test_a_connection_to_another_replica_that_comes_after_the_end_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended, made = threading.Event(), list[socket.socket]()
+    begun, ended, made = threading.Semaphore(0), threading.Event(), list[socket.socket]()
 
     class Late:
         def __init__(self, *_: object) -> None:
+            begun.release()
             assert ended.wait(LONG)
 
         def detach(self) -> socket.socket:
@@ -238,6 +239,8 @@ def test_a_connection_to_another_replica_that_comes_after_the_end_is_closed(
     monkeypatch.setattr(server, "Connection", Late)
     before = set(threading.enumerate())
     with replicas_here(2) as (replicas, _):
+        for _ in replicas:
+            assert begun.acquire(timeout=LONG)
         for replica in replicas:
             replica.close()
         ended.set()

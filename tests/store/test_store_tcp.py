@@ -158,8 +158,9 @@ def test_a_collected_master_leaves_no_thread_port_or_descriptor() -> None:
         others[0].set("k", "1")
         del master, others
         gc.collect()
-    assert open_descriptors() == descriptors
-    assert threading.active_count() == threads
+    # Fewer, where something of an earlier test has ended meanwhile.
+    assert open_descriptors() <= descriptors
+    assert threading.active_count() <= threads
 
 
 def test_a_store_whose_first_try_failed_is_freed_like_any_other() -> None:
@@ -187,7 +188,7 @@ def test_threads_that_come_and_go_leave_no_connections(server: TCPStoreServer) -
         thread = threading.Thread(target=store.get, args=("k",))
         thread.start()
         thread.join()
-    assert open_descriptors() == descriptors
+    assert open_descriptors() <= descriptors
 
 
 def test_nobody_there_is_an_error_that_names_the_place() -> None:
@@ -292,7 +293,7 @@ def test_a_server_that_stops_answering_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_the_secret_never_travels() -> None:
     with Impostor(hello(method=1) + bytes(PROOF_BYTES)) as impostor:
         with pytest.raises(DistNetworkError, match="have different secrets"):
-            TCPStore("127.0.0.1", impostor.port, timeout=5.0, secret="between us")
+            TCPStore("127.0.0.1", impostor.port, timeout=LONG, secret="between us")
         assert len(impostor.heard) >= protocol.HELLO_SIZE
         assert b"between us" not in impostor.heard
 

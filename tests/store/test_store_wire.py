@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -65,6 +66,14 @@ def send(server: TCPStoreServer, data: bytes, *, wait: bool) -> None:
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(65536):
                 pass
+
+
+def await_no_wait(server: TCPStoreServer) -> None:
+    """Wait until the server knows that whoever waited for something is gone."""
+    deadline = time.monotonic() + 20.0
+    while any(peer.wait is not None for peer in list(server._peers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def message(code: int, *fields: bytes) -> bytes:
@@ -195,6 +204,7 @@ def test_clients_killed_in_the_midst_of_a_message(server: TCPStoreServer, client
         process.stdout.close()
         process.stdin.close()
         still_serves(client)
+        await_no_wait(server)
     assert not client.check(["half"])
     client.queue_push("queue", "for the living")
     assert client.queue_pop("queue", block=False) == b"for the living"
