@@ -49,7 +49,7 @@ def _refuse() -> None:
 def tell_what_cannot_be_read(rank: int) -> None:
     if rank == 0:
         with pytest.raises(RpcError, match=r"(?s)Followers \['worker1'\] .*not to be read"):
-            gathering.all_gather(Unreadable(), timeout=20)
+            gathering.all_gather(Unreadable(), timeout=60)
     else:
         with pytest.raises(RpcTimeoutError):
             gathering.all_gather(None, timeout=0.5)

@@ -210,7 +210,9 @@ def profile_calls() -> None:
     with torch.autograd.profiler.profile(use_kineto=True) as profile:
         assert rpc.rpc_sync("worker1", echo, (1,)) == 1
         assert rpc.rpc_async("worker1", echo, (2,)).wait() == 2
-        assert rpc.remote("worker1", echo, (3,)).to_here() == 3
+        rref = rpc.remote("worker1", echo, (3,))
+        assert rref.to_here() == 3
+        rref._get_future().then(lambda _: None).wait()  # its range has ended, maybe later than the value came
     names = [event.name for event in profile.function_events]
     for mode in ("sync", "async", "remote"):
         assert f"rpc_{mode}#echo(worker0 -> worker1)" in names
