@@ -23,7 +23,6 @@ replacement has done a step; the exit code is 1 if anything failed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import re
@@ -60,7 +59,6 @@ _STORE_TOO = 0.2
 _REPLICAS = 2  # of each part of zero's state: as many as are killed at once
 _POLL_S = 0.02
 _STUCK_S = 120.0
-_LEFT_S = 10.0
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -148,12 +146,8 @@ class Job:
 
     def left(self) -> list[str]:
         """Command lines of the processes of this job that still run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and _has_tag(entry, self.tag):
-                with contextlib.suppress(OSError):  # it has ended meanwhile
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
-        return found
+        processes = (entry for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return [line for entry in processes if (line := _command_line(entry, self.tag))]
 
     def kill(self) -> None:
         """Leave nothing of it."""
@@ -162,12 +156,12 @@ class Job:
         self.process.wait()
 
 
-def _has_tag(entry: Path, tag: str) -> bool:
+def _command_line(entry: Path, tag: str) -> str:
     try:
-        zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return not zombie and f"{_TAG}={tag}".encode() in (entry / "environ").read_bytes()
+        tagged = f"{_TAG}={tag}".encode() in (entry / "environ").read_bytes()  # a zombie has none
+        return (entry / "cmdline").read_text().replace("\0", " ") if tagged else ""
     except OSError:
-        return False
+        return ""  # it has ended meanwhile
 
 
 def takes_part(address: str, secret: str) -> bool:
@@ -439,9 +433,13 @@ def ended(job: Job) -> Iterator[Job]:
         job.kill()
 
 
+def _memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("torch")}
+
+
 def disturb(settings: argparse.Namespace, folder: Path, steps: int) -> tuple[Job, Killer, list[str]]:
     """Run the training and kill its ranks; return what was wrong."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = _memory()
     text = f"--steps {steps} --step-ms {settings.step_ms} --state-mb {settings.state_mb}"
     arguments = f"{text} --optimizer {settings.optimizer} --replicas {_REPLICAS}".split()
     with ended(Job(folder / "disturbed", settings.nproc, *arguments, elastic=True)) as job:
@@ -455,23 +453,17 @@ def disturb(settings: argparse.Namespace, folder: Path, steps: int) -> tuple[Job
             return job, killer, [*problems, "the job does not end"]
     if code != 0:
         problems.append(f"the job ended with exit code {code}:\n{job.err[-4000:]}")
-    deadline = time.monotonic() + _LEFT_S  # other programs may have shared memory for a moment
-    while (left := job.left()) + (more := _new_memory(shared)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 10.0  # other programs may have shared memory for a moment
+    while (left := job.left()) + (more := sorted(_memory() - shared)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if left:
-        problems.append(f"processes were left: {left}")
-    if more:
-        problems.append(f"shared memory was left: {more}")
+    if left or more:
+        problems.append(f"processes and shared memory were left: {left}, {more}")
     restarted = len(re.findall("of the job's store was killed, and has been started again", job.err))
     if not killer.store_kills or restarted != len(killer.store_kills):
         problems.append(f"of the store {len(killer.store_kills)} were killed, and {restarted} started again")
     if len(killer.kills) < settings.kills:
         problems.append(f"only {len(killer.kills)} of {settings.kills} kills were made")
     return job, killer, problems
-
-
-def _new_memory(before: set[str]) -> list[str]:
-    return sorted(name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
