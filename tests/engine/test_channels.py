@@ -784,12 +784,8 @@ def test_signals_at_any_moment_lose_nothing(pair: Ranks) -> None:
             pair[1].recv(data, 0)
             pair[1].send(data, 0)
 
-    turns = 500
-    peer = threading.Thread(target=echo)
-    peer.start()
-    before = signal.signal(signal.SIGVTALRM, handler)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0003, 0.0003)
-    try:
+    def exchange() -> None:
+        nonlocal armed
         for turn in range(turns):
             data, target = numbers(length(turn), turn % 50), like(numbers(length(turn)))
             transfers = [pair[0].isend(data, 1), pair[0].irecv(target, 1)]
@@ -803,10 +799,21 @@ def test_signals_at_any_moment_lose_nothing(pair: Ranks) -> None:
                     pass
             armed = False
             equal(target, data, f"turn {turn}")
+
+    turns = 500
+    before = signal.signal(signal.SIGVTALRM, handler)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0003, 0.0003)
+    try:
+        for _ in range(40):  # of processor time alone, and in a wait: some ten times in so many turns
+            peer = threading.Thread(target=echo)
+            peer.start()
+            exchange()
+            peer.join(LIMIT)
+            if interruptions:
+                break
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-    peer.join(LIMIT)
     assert interruptions
     assert not pair.mailboxes[0]._pending
 
