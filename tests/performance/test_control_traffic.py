@@ -36,14 +36,15 @@ def test_a_simulated_job_leaves_no_memory_behind() -> None:
     assert memory_files() == before
 
 
-def test_pings_grow_with_the_hosts_and_lists_with_the_square_of_the_ranks(
+def test_pings_grow_with_the_root_of_the_hosts_and_lists_with_the_square_of_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "8")  # a ping a second
     small, large = by_what(10, 4), by_what(100, 4)
-    for sender in ("the coordinator", "each other host's leader"):
+    for sender in ("the coordinator", "those hosts' leaders"):
         key = "pings and answers", sender
-        assert (small[key].messages, large[key].messages) == (2 * 9, 2 * 99)
+        assert (small[key].messages, large[key].messages) == (2 * 9, 2 * (9 + 9))
+    assert large["pings and answers", "each row's coordinator"].messages == 2 * (9 + 1)
     joining = "joining: meeting, finding hosts", "every rank"
     assert 5 < large[joining].messages / small[joining].messages < 12
     shrinking = "shrink(): who goes on", "every rank"

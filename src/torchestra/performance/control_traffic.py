@@ -20,6 +20,7 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.engine.multihost.heartbeat_monitor import HeartbeatMonitor
+from torchestra.engine.multihost.heartbeat_tree import rows_of
 from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.multihost.shrinking import poll_interval
 from torchestra.engine.multihost.store_registers import StoreRegisters
@@ -96,26 +97,41 @@ def _heartbeats(hosts: int, ranks_per_host: int) -> list[Traffic]:
     )
     bound = heartbeat_bound()
     per_second = PINGS_PER_BOUND / bound
-    coordinator, leader = (_look(table, host, bound) for host in (0, hosts - 1))
+    rows = rows_of(hosts)
+    coordinator, leader = (_look(table, host, bound) for host in (0, rows[0][-1]))
     # Each ping is answered with as much as it holds.
-    from_coordinator, to_coordinator = coordinator, [each * (hosts - 1) for each in leader]
+    from_coordinator, to_coordinator = coordinator, [each * coordinator[0] for each in leader]
+    of_a_row = []
+    if len(rows) > 1:
+        sent, nbytes = _look(table, rows[1][0], bound)
+        of_a_row = [
+            Traffic(
+                "pings and answers",
+                "each row's coordinator",
+                "its row, the coordinator",
+                2 * per_second * sent,
+                2 * per_second * nbytes,
+                "second",
+            )
+        ]
     return [
         Traffic(
             "pings and answers",
             "the coordinator",
-            "one rank of each other host",
+            "one rank of each host it watches",
             2 * per_second * from_coordinator[0],
             2 * per_second * from_coordinator[1],
             "second",
         ),
         Traffic(
             "pings and answers",
-            "each other host's leader",
+            "those hosts' leaders",
             "the coordinator",
             2 * per_second * to_coordinator[0],
             2 * per_second * to_coordinator[1],
             "second",
         ),
+        *of_a_row,
     ]
 
 

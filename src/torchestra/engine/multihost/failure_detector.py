@@ -2,8 +2,9 @@
 
 Hosts *ping* each other over the group's transport. The leader of each host (its first rank) has a thread for
 that: the *coordinator*, the leader of the first host whose leader has not gone, pings all hosts; all others
-ping the coordinator's host; that costs O(hosts) in all. A ping is for a host: it goes to the first of its
-ranks that has not gone, and any rank answers for its host, on the transport's thread. Pings and their
+ping the coordinator's host; of many hosts only few ping each other (heartbeat_tree.py). A ping is for a host:
+it goes to the first of its ranks that has not gone, and any rank answers for its host, on the transport's
+thread. Pings and their
 acknowledgements carry the *membership updates*, as in SWIM (Das, Gupta, Motivala 2002): which ranks have died
 or left as far as the sender knows. For its own host a rank learns that from the arena. A rank that is no
 leader pings a host when it waits for one of its ranks.

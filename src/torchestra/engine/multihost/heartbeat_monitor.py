@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torchestra.engine import layout as at
 from torchestra.engine.multihost.failure_detector import FailureDetector
+from torchestra.engine.multihost.heartbeat_tree import pinged_by, rows_of
 from torchestra.engine.multihost.record_publisher import RecordPublisher, RemoteHost
 from torchestra.engine.multihost.remote_records import on_this_clock
 from torchestra.engine.recorder.flight_entries import HostRecord
@@ -70,8 +71,9 @@ class HeartbeatMonitor(FailureDetector):
         self._give_up(self._suspect(watched))
 
     def _watched(self) -> list[int]:
-        """Return the hosts that this one pings: all others if it is the coordinator, else that one."""
-        gone = self.dead | self.left
-        leaders = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
-        coordinator = next((host for host, leader in leaders if leader not in gone), self.host)
-        return self._others if coordinator == self.host else [coordinator]
+        """Return the hosts that this one pings."""
+        return pinged_by(self.host, rows_of(len(self.hosts)), self._has_leader)
+
+    def _has_leader(self, host: int) -> bool:
+        leader = self.hosts.on(host)[0]
+        return leader not in self.dead and leader not in self.left
