@@ -140,6 +140,19 @@ class Job:
             found.append(process)
         return [process for process in found if process.steps]
 
+    def await_end(self) -> int | None:
+        """Wait until the job ends; return its exit code, or None if no step is done any more."""
+        done, since = -1, 0.0
+        while (code := self.process.poll()) is None:
+            logged = sum(path.stat().st_size for path in self.folder.glob("log-*"))
+            now = time.monotonic()
+            if logged != done:
+                done, since = logged, now
+            elif now - since > _STUCK_S:
+                return None
+            time.sleep(_POLL_S)
+        return code
+
     def finals(self) -> set[str]:
         """The digests that ranks have written at their end."""
         return {path.read_text() for path in self.folder.glob("final-*")}
@@ -447,10 +460,8 @@ def disturb(settings: argparse.Namespace, folder: Path, steps: int) -> tuple[Job
         killer.run()
         (job.folder / "hurry").touch()
         problems = killer.problems
-        try:
-            code = job.process.wait(_STUCK_S + steps * 0.02)
-        except subprocess.TimeoutExpired:
-            return job, killer, [*problems, "the job does not end"]
+        if (code := job.await_end()) is None:
+            return job, killer, [*problems, f"the job does not end, and has done no step for {_STUCK_S:g} s"]
     if code != 0:
         problems.append(f"the job ended with exit code {code}:\n{job.err[-4000:]}")
     deadline = time.monotonic() + 10.0  # other programs may have shared memory for a moment
@@ -475,7 +486,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job, killer, problems = disturb(settings, folder, steps)
         plain = ("--steps", str(steps), "--state-mb", str(settings.state_mb))
         with ended(Job(folder / "undisturbed", 1, *plain, elastic=False)) as undisturbed:
-            undisturbed.process.wait()
+            if undisturbed.await_end() is None:
+                problems.append(f"the undisturbed training has done no step for {_STUCK_S:g} s")
         processes = job.processes()
         problems += check_steps(processes, undisturbed.processes(), steps)
         if job.finals() != undisturbed.finals() or len(job.finals()) != 1:

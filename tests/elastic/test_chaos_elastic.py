@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools import chaos_elastic
-from tools.chaos_elastic import Kill, RankProcess, check_steps, measure
+from tools.chaos_elastic import Job, Kill, RankProcess, check_steps, measure
 
 
 def test_ranks_that_are_killed_leave_no_trace_in_what_is_learnt(
@@ -20,6 +22,37 @@ def test_ranks_that_are_killed_leave_no_trace_in_what_is_learnt(
     assert re.match("[1-3] kills of processes that serve the store\n3 kills", out), "at least the primary"
     assert "every step was done, none twice, and all states are those of an undisturbed training" in out
     nothing_left()
+
+
+class Training:
+    """A job whose ranks do a step at each look, until they stop or it ends; each look moves the clock."""
+
+    def __init__(self, folder: Path, *, seconds: float, steps: int, ends: bool) -> None:
+        self.now, self.process = 0.0, self
+        self._log, self._seconds, self._steps, self._ends = folder / "log-0-100", seconds, steps, ends
+
+    def poll(self) -> int | None:
+        self.now += self._seconds
+        if not self._steps:
+            return 0 if self._ends else None
+        self._steps -= 1
+        with open(self._log, "a") as log:
+            log.write("1 00000001 10.0\n")
+        return None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends", "code"), [(100.0, True, 0), (100.0, False, None), (200.0, True, 0)]
+)
+def test_the_end_of_a_job_is_waited_for_as_long_as_it_makes_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, ends: bool, code: int | None
+) -> None:
+    training = Training(tmp_path, seconds=seconds, steps=1000, ends=ends)
+    job = Job.__new__(Job)
+    job.folder, job.process = tmp_path, training  # type: ignore[assignment]
+    clock = SimpleNamespace(monotonic=lambda: training.now, sleep=lambda _: None)
+    monkeypatch.setattr(chaos_elastic, "time", clock)
+    assert job.await_end() == code
 
 
 @pytest.fixture
