@@ -109,6 +109,35 @@ def test_top_tells_who_keeps_the_others_waiting(
     assert [rank["operations"] for rank in sub["ranks"]] == [0, 0]
 
 
+def test_a_job_is_shown_by_the_command_that_has_started_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank of a fork server has the server's command line, and its program has many lines."""
+    server = "import sys; sys.path[:] = ['/a']\nfrom torchestra.launcher.fork_server import serve_descriptor"
+    run_, own = "python -m torchestra run -n 2 train.py", "python -c 'import train\ntrain.main()'"
+    processes_ = {7: (1, "bash"), 8: (7, run_), 9: (8, f"python -c {server}"), 10: (9, f"python -c {server}")}
+    for pid, (parent, line) in {**processes_, 11: (7, own), 12: (99, f"python -c {server}")}.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text(line.replace(" ", "\0") + "\0")
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python) S {parent} 0")
+    monkeypatch.setattr(jobs, "_PROC", tmp_path)
+    shown = {}
+    for pid in (10, 11, 12, 99):
+        monkeypatch.setattr(jobs.Job, "pid", pid)
+        shown[pid] = jobs.Job([]).command
+    assert shown == {
+        10: run_,
+        11: "python -c 'import train train.main()'",
+        12: " ".join(f"python -c {server}".split()),
+        99: "?",
+    }
+
+
+def test_a_job_of_a_real_fork_server_is_not_shown_by_its_program(job: ProcessWorld) -> None:
+    (found,) = (each for each in find_jobs()[0] if job.pids[0] in each.pids)
+    assert "serve_descriptor" not in found.command
+
+
 def test_top_draws_a_table(
     job: ProcessWorld, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ A job registers nowhere, so nothing is left when it is killed. Every rank keeps 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,8 @@ from torchestra.launcher.membership_file import read_membership
 from torchestra.launcher.open_arenas import PROC, open_arenas
 
 _PROC = PROC
+_SERVERS = ("torchestra.launcher.fork_server", "from multiprocessing.")
+"""What is in the command lines of processes that fork ranks, or start them."""
 
 
 @dataclass
@@ -67,11 +68,14 @@ class Job:
 
     @property
     def command(self) -> str:
-        """Return the command line of that process."""
-        with contextlib.suppress(OSError):
-            words = (_PROC / str(self.pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            return " ".join(word.decode(errors="replace") for word in words)
-        return "?"
+        """Return the command line of that process, or of the one that has started it.
+
+        A process of a fork server has the server's command line, which says nothing of the program.
+        """
+        lines = [_command_line(pid) for pid in _ancestry(self.pid) or [self.pid]]
+        return next(
+            (line for line in lines if line and not any(each in line for each in _SERVERS)), lines[0] or "?"
+        )
 
     @property
     def membership(self) -> dict[str, Any] | None:
@@ -156,11 +160,20 @@ def _opened(path: Path) -> ForeignArena:
         close(descriptor)  # the arena may be this process's own
 
 
-def _ancestry(pid: int) -> set[int]:
+def _command_line(pid: int) -> str:
+    """Return the command line of a process, as one line; empty if it has ended."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return " ".join(b" ".join(words).decode(errors="replace").split())
+
+
+def _ancestry(pid: int) -> list[int]:
     """Return a process, its parent, and so on."""
-    ancestry: set[int] = set()
+    ancestry: list[int] = []
     while pid > 1 and pid not in ancestry:
-        ancestry.add(pid)
+        ancestry.append(pid)
         try:
             status = (_PROC / str(pid) / "stat").read_bytes()
             pid = int(status[status.rindex(b")") + 2 :].split()[1])
