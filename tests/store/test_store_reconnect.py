@@ -15,9 +15,12 @@ import pytest
 
 from torchestra.errors import DistNetworkError
 from torchestra.store import TCPStore
+from torchestra.store.tcp import resuming
+from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.client import _fields_again
 from torchestra.store.tcp.peer import Peer
-from torchestra.store.tcp.protocol import Request
+from torchestra.store.tcp.protocol import Outcome, Reply, Request
+from torchestra.store.tcp.requests import Waiting
 from torchestra.store.tcp.server import TCPStoreServer
 
 LONG = 30.0
@@ -30,10 +33,13 @@ class Router:
         target: the port of the server to which new connections lead.
         answers: whether what the server sends is passed on.
         dropped: set when something that the server sent was not passed on.
+        may_ask: what clients send is passed on; what comes while it is not set is passed on after that.
     """
 
     def __init__(self, target: int) -> None:
         self.target, self.answers, self.dropped = target, True, threading.Event()
+        self.may_ask = threading.Event()
+        self.may_ask.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
@@ -55,7 +61,10 @@ class Router:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while data := source.recv(1 << 16):
-                if self.answers or source.getpeername()[1] != self.target:
+                is_asked = sink.getpeername()[1] == self.target
+                if is_asked:
+                    assert self.may_ask.wait(LONG)
+                if self.answers or is_asked:
                     sink.sendall(data)
                 else:
                     self.dropped.set()
@@ -157,26 +166,149 @@ def test_a_connection_that_broke_while_nobody_used_it_costs_nothing(
     assert store.get("number") == (b"2" if request_name in ("set", "add") else b"1")
 
 
-@pytest.mark.parametrize("request_name", ["set", "add", "append", "compare_set", "queue_push"])
-def test_a_change_is_not_made_twice(
+def change(store: TCPStore, request_name: str) -> object:
+    arguments = {"add": (1,), "compare_set": ("", "1"), "delete_key": ()}.get(request_name, ("1",))
+    result: object = getattr(store, request_name)("k", *arguments)
+    return result
+
+
+CHANGES = {"set": None, "add": 1, "append": None, "compare_set": b"1", "queue_push": None}
+
+
+def check_made_once(store: TCPStore, request_name: str) -> None:
+    if request_name == "queue_push":
+        assert store.queue_len("k") == 1
+    else:
+        assert store.get("k") == b"1"
+
+
+@pytest.mark.parametrize("request_name", CHANGES)
+def test_a_change_whose_answer_is_lost_goes_on_and_is_made_once(
     server: TCPStoreServer, router: Router, store: TCPStore, request_name: str
 ) -> None:
-    """Its answer is lost."""
     router.answers = False
-    arguments = {"add": (1,), "compare_set": ("", "1")}.get(request_name, ("1",))
     with ThreadPoolExecutor(1) as threads, client_of(server) as direct:
-        changing = threads.submit(getattr(store, request_name), "k", *arguments)
+        changing = threads.submit(change, store, request_name)
         until(lambda: direct.check(["k"]))
         assert router.dropped.wait(LONG)
         router.answers = True
         router.reset()
-        with pytest.raises(DistNetworkError, match="lost the connection to the server"):
+        assert changing.result(LONG) == CHANGES[request_name]
+        check_made_once(direct, request_name)
+
+
+def test_a_deletion_whose_answer_is_lost_says_that_the_key_was_there(
+    server: TCPStoreServer, router: Router, store: TCPStore
+) -> None:
+    store.set("k", "1")
+    router.answers = False
+    with ThreadPoolExecutor(1) as threads, client_of(server) as direct:
+        changing = threads.submit(store.delete_key, "k")
+        until(lambda: not direct.check(["k"]))
+        assert router.dropped.wait(LONG)
+        router.answers = True
+        router.reset()
+        assert changing.result(LONG) is True
+
+
+@pytest.mark.parametrize("request_name", CHANGES)
+def test_a_change_that_was_lost_on_its_way_goes_on_and_is_made_once(
+    server: TCPStoreServer, router: Router, store: TCPStore, request_name: str
+) -> None:
+    (connection,) = store._pool._idle
+    router.may_ask.clear()
+    with ThreadPoolExecutor(1) as threads:
+        changing = threads.submit(change, store, request_name)
+        until(lambda: connection.asked)
+        router.reset()
+        router.may_ask.set()
+        assert changing.result(LONG) == CHANGES[request_name]
+        check_made_once(store, request_name)
+
+
+@pytest.mark.parametrize("request_name", CHANGES)
+def test_a_change_is_made_once_though_it_comes_over_both_connections(
+    server: TCPStoreServer, router: Router, store: TCPStore, request_name: str
+) -> None:
+    """The client's connection breaks, while the server's goes on, and the request comes late over that."""
+    (connection,) = store._pool._idle
+    (former,) = server._peers
+    router.may_ask.clear()
+    with ThreadPoolExecutor(1) as threads, client_of(server) as direct:
+        changing = threads.submit(change, store, request_name)
+        until(lambda: connection.asked)
+        late = Router(server.port)
+        store._pool._address = Address("127.0.0.1", late.port)
+        connection.interrupt()
+        assert changing.result(LONG) == CHANGES[request_name]
+        router.may_ask.set()
+        until(lambda: former.closed)
+        check_made_once(direct, request_name)
+        store.close()
+        late.close()
+
+
+def test_a_change_whose_answer_is_lost_again_and_again_is_made_once(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Outcome | Waiting] = []
+    reply = server._reply
+
+    def lose(peer: Peer, outcome: Outcome | Waiting) -> None:
+        if len(lost) == 3:
+            reply(peer, outcome)
+            return
+        lost.append(outcome)
+        with monkeypatch.context() as patches:
+            patches.setattr(peer, "send", lambda _: None)
+            reply(peer, outcome)
+        raise ConnectionResetError
+
+    with client_of(server) as store:
+        monkeypatch.setattr(server, "_reply", lose)
+        assert store.add("k", 1) == 1
+        assert lost == [(Reply.OK, [b"1"])] * 3
+        assert store.get("k") == b"1"
+
+
+def test_who_resumes_a_change_that_the_server_does_not_remember_is_told_so(
+    server: TCPStoreServer, router: Router, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "_MAX_REMEMBERED", 0)
+    router.answers = False
+    with ThreadPoolExecutor(1) as threads, client_of(server) as direct:
+        changing = threads.submit(store.add, "k", 1)
+        until(lambda: direct.check(["k"]))
+        assert router.dropped.wait(LONG)
+        router.answers = True
+        router.reset()
+        with pytest.raises(
+            DistNetworkError, match="does not remember whether it had carried the request out"
+        ):
             changing.result(LONG)
-        if request_name == "queue_push":
-            assert direct.queue_len("k") == 1
-        else:
-            assert direct.get("k") == b"1"
-    assert store.check(["k"]), "the store is usable"
+        assert direct.get("k") == b"1"
+
+
+def test_a_long_answer_is_not_kept() -> None:
+    assert resuming.kept((Reply.OK, [b"x" * 4096])) is not None
+    assert resuming.kept((Reply.OK, [b"x" * 4097])) is None
+
+
+def test_what_no_client_resumes_ends_its_connection(server: TCPStoreServer) -> None:
+    change = [str(int(Request.SET)).encode(), b"k", b"2"]
+    with client_of(server) as store:
+        store.set("k", "1")
+        own = store._pool._idle[0].nonce
+        for fields in (
+            [own, b"1", *change],
+            [],
+            [b"another", b"one", *change],
+            [b"another", b"1", str(int(Request.POP)).encode(), b"", b"k"],
+            [own, b"7", *change],
+        ):
+            with pytest.raises(DistNetworkError, match="lost the connection"):
+                store._pool.request(Request.RESUME, fields, LONG)
+        assert store.get("k") == b"1"
 
 
 def test_another_server_at_the_same_address_is_not_asked(

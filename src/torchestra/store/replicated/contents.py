@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from torchestra.store.replicated.messages import SESSION_BYTES, Entry
 from torchestra.store.table import Table
-from torchestra.store.tcp.protocol import ProtocolError, Reply, Request
-from torchestra.store.tcp.requests import Outcome, Waiting, Waker, answer
+from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request
+from torchestra.store.tcp.requests import Waiting, Waker, answer
 
 READS = frozenset({Request.GET, Request.CHECK, Request.WAIT, Request.LIST, Request.QUEUE_LENGTH})
 """Requests that change nothing: they may be carried out again, and by one replica alone."""

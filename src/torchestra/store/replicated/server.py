@@ -36,8 +36,8 @@ from torchestra.store.table import PendingWait
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.peer import Peer, Stage
-from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, encode, number
-from torchestra.store.tcp.requests import Outcome, Waiting
+from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request, encode, number
+from torchestra.store.tcp.requests import Waiting
 from torchestra.store.tcp.server import TCPStoreServer
 from torchestra.system.deadline import RunningClock
 

@@ -19,7 +19,7 @@ from torchestra.store.secret import Secret, job_secret
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.client_store import ClientStore, milliseconds
 from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool
-from torchestra.store.tcp.protocol import Request
+from torchestra.store.tcp.protocol import CHANGES, Request
 from torchestra.store.tcp.server import TCPStoreServer
 from torchestra.store.tcp.shared_server import ServerLease, serves
 from torchestra.types import Timeout
@@ -28,8 +28,9 @@ _MAX_DESCRIPTORS = 1 << 31
 WORKERS = f"{INTERNAL_PREFIX}workers"
 _WAITS = frozenset({Request.GET, Request.WAIT})
 _READS = _WAITS | {Request.CHECK, Request.LIST, Request.QUEUE_LENGTH}
-"""Requests that change nothing. One that does is never sent twice: a ``set`` that comes late, after another
-client's, would undo that."""
+"""Requests that change nothing. One that does is resumed, and not just sent twice: a ``set`` that comes late,
+after another client's, would undo that."""
+_MAX_RESUMED_BYTES, _MAX_RESUMED_FIELDS = 1 << 26, 1 << 16
 
 
 @checked_methods
@@ -43,9 +44,10 @@ class TCPStore(ClientStore):
     that know it. A client may be started before the master: it retries until the time-out. After a fork the
     child opens its own connections; the server stays with the parent.
 
-    A connection that breaks while the server lives is made again. The operation goes on, unless it changes
-    something and may have reached the server: then it raises :class:`~torchestra.DistNetworkError`, as nobody
-    knows whether it was done.
+    A connection that breaks while the server lives is made again, and the operation goes on. One that changes
+    something is done once: the server remembers the last answer on a connection. Only ``queue_pop``, and
+    changes of more than 64 MiB, raise :class:`~torchestra.DistNetworkError` where nobody knows whether they
+    were done.
 
     A value may have up to 1 GiB. All operations, the waiting ones too, react to Ctrl-C at once and end at
     their deadline: the time-out, plus a few seconds if the server does not answer.
@@ -144,7 +146,8 @@ class TCPStore(ClientStore):
 
     def _exchange(self, request: Request, fields: list[bytes], timeout_s: float) -> tuple[int, list[bytes]]:
         again = partial(_fields_again, request, fields) if request in _READS else None
-        return self._pool.request(request, fields, timeout_s, GRACE_SECONDS, again)
+        resumes = request in CHANGES and _is_short(fields)
+        return self._pool.request(request, fields, timeout_s, GRACE_SECONDS, again, resumes=resumes)
 
     def _report_for_work(self, world_size: int, wait: bool) -> None:
         """Count this store in; the last of a round sets the key that the master waits for."""
@@ -166,6 +169,11 @@ class TCPStore(ClientStore):
                 f"{came}/{world_size} clients joined. {self}: the others' ranks are late or gone, or look for"
                 " the master elsewhere"
             ) from None
+
+
+def _is_short(fields: list[bytes]) -> bool:
+    """Return whether a request may be sent as a part of another one, and sent once more."""
+    return len(fields) <= _MAX_RESUMED_FIELDS and sum(map(len, fields)) <= _MAX_RESUMED_BYTES
 
 
 def _fields_again(request: Request, fields: list[bytes], left_s: float) -> list[bytes]:

@@ -49,6 +49,8 @@ class Connection:
     Attributes:
         instance: the server's (protocol.py).
         asked: whether the last request has been sent whole; if not, the server has not executed it.
+        nonce: the client's, which names the connection.
+        answered: how many requests have been answered.
     """
 
     def __init__(self, address: Address, secret: bytes | None, deadline: float, *, own: bool = False) -> None:
@@ -56,6 +58,7 @@ class Connection:
         self._own = own
         self._decoder = Decoder()
         self.instance, self.asked = b"", False
+        self.nonce, self.answered = os.urandom(NONCE_BYTES), 0
         self._socket = dial(address, deadline, secured=secret is not None)
         try:
             self._shake_hands(secret, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
@@ -83,6 +86,7 @@ class Connection:
         while True:
             reply = self._decoder.message()
             if reply is not None:
+                self.answered += 1
                 return reply
             self._receive(deadline)
 
@@ -107,7 +111,7 @@ class Connection:
 
     def _shake_hands(self, secret: bytes | None, deadline: float) -> None:
         method = AuthMethod.NONE if secret is None else AuthMethod.HMAC_SHA256
-        nonce = os.urandom(NONCE_BYTES)
+        nonce = self.nonce
         self._send([Hello(method, nonce, own=self._own).encode(from_client=True)], deadline)
         theirs = self._server_hello(deadline)
         self.instance = theirs.nonce[:INSTANCE_BYTES]

@@ -17,6 +17,7 @@ from torchestra.store.tcp.protocol import (
     Buffer,
     Decoder,
     Hello,
+    Outcome,
     ProtocolError,
     RefusedError,
 )
@@ -45,6 +46,8 @@ class Peer:
         stage: unauthenticated connections are at HELLO or PROOF, clients at READY.
         wait: the parked request, if the client waits for a key.
         own: whether the client lives in the server's process.
+        answered: how many requests have been answered.
+        last: the last answer; None if there is none, or if it is too long to be kept.
         deadline: when the stage or the wait ends, in seconds of the monotonic clock; None if never.
     """
 
@@ -61,6 +64,8 @@ class Peer:
         self.deadline: float | None = None
         self.closed = False
         self.own = False
+        self.answered = 0
+        self.last: Outcome | None = None
         self._secret = secret
         self._other_user = other_user
         self._decoder = Decoder()
@@ -73,6 +78,11 @@ class Peer:
     def is_unauthenticated(self) -> bool:
         """Return whether the handshake is not over."""
         return self.stage is not Stage.READY
+
+    @property
+    def nonce(self) -> bytes:
+        """Return the client's, which names the connection."""
+        return self._client_nonce
 
     @property
     def sending(self) -> bool:

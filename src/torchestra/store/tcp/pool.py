@@ -6,7 +6,8 @@ interrupted (by Ctrl-C, a deadline, an error) is closed rather than reused in an
 
 A connection that breaks (a firewall forgets it, a router is started anew) need not cost the request. It is
 made again where the server cannot have executed the request, as it was not sent whole, or where executing it
-twice does no harm. Otherwise it fails, since nobody knows whether it was executed. A server that has ended
+twice does no harm, or where the server remembers whether it has executed it (*resume* in protocol.py).
+Otherwise it fails, since nobody knows whether it was executed. A server that has ended
 refuses the new connection, or is another one (see *instance* in protocol.py), so its end is noticed at once.
 """
 
@@ -24,7 +25,7 @@ from torchestra.store.base import interruptible_sleep
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.client_store import invalid_reply
 from torchestra.store.tcp.connection import Connection
-from torchestra.store.tcp.protocol import ProtocolError
+from torchestra.store.tcp.protocol import ProtocolError, Reply, Request
 from torchestra.system.forking import forget_in_children
 
 GRACE_SECONDS = 10.0
@@ -76,6 +77,8 @@ class ConnectionPool:
         timeout_s: float,
         grace: float = 0.0,
         again: Callable[[float], Sequence[bytes]] | None = None,
+        *,
+        resumes: bool = False,
     ) -> tuple[int, list[bytes]]:
         """Return the reply to a request.
 
@@ -84,6 +87,7 @@ class ConnectionPool:
             grace: how many seconds longer the reply may take, because the server itself waits.
             again: returns the fields for another try, given the seconds that are left of ``timeout_s``; None
                 if the request must not be executed twice.
+            resumes: the request must not be executed twice, and can be resumed.
 
         Raises:
             DistNetworkError: the connection was lost, or no reply came.
@@ -101,16 +105,25 @@ class ConnectionPool:
                 self._discard(connection)
                 losses = losses + 1 if time.monotonic() - began < _SOON_S else 1
                 replacement = None
-                if _is_loss(error) and losses <= _MAX_LOSSES and (again is not None or not connection.asked):
+                may_go_on = again is not None or resumes or not connection.asked
+                if _is_loss(error) and losses <= _MAX_LOSSES and may_go_on:
                     replacement = self._replacement(connection, deadline)
                 if replacement is None:
                     if (explained := self._explained(error, timeout_s + grace)) is None:
                         raise
                     raise explained from error
+            if resumes and connection.asked and code != Request.RESUME:
+                number = str(connection.answered + 1).encode()
+                code, fields = Request.RESUME, [connection.nonce, number, str(code).encode(), *fields]
             connection = replacement
             if again is not None:
                 fields = again(max(0.0, deadline - grace - time.monotonic()))
         self._give_back(connection)
+        if reply[0] == Reply.FORGOTTEN:
+            raise DistNetworkError(
+                f"lost the connection to the server of TCPStore({self._address}), which does not remember"
+                " whether it had carried the request out"
+            )
         return reply
 
     def _explained(self, error: BaseException, limit_s: float) -> DistNetworkError | None:

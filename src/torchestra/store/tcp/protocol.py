@@ -17,6 +17,11 @@ clients are left when that process ends. The first 8 bytes of the server's nonce
 on all its connections: by these a client that connects anew knows that it has not reached another server,
 without the keys, that was started at the same address.
 
+The client's nonce names the connection: if it breaks after a request that changes something, the client sends
+that request once more over another one, as a :attr:`Request.RESUME` that has this name and the request's
+number on the connection, from 1. The server remembers what it answered last on connections that have ended,
+and gives that answer again, or carries the request out if it never came.
+
 After that the client sends requests and the server answers each with one reply, both as messages::
 
     message = code:u8  length:u32  field*        (big-endian; length is that of the fields)
@@ -89,6 +94,13 @@ class Request(enum.IntEnum):
     PUSH = 10  # key value
     POP = 11  # milliseconds key; no milliseconds (empty): do not wait
     QUEUE_LENGTH = 12  # key
+    RESUME = 13  # nonce number code field*: one of CHANGES, sent before over a connection that broke
+
+
+CHANGES = frozenset(
+    {Request.SET, Request.ADD, Request.COMPARE_SET, Request.DELETE, Request.APPEND, Request.PUSH}
+)
+"""Requests that change something and are answered at once."""
 
 
 class Reply(enum.IntEnum):
@@ -99,6 +111,11 @@ class Reply(enum.IntEnum):
     EMPTY = 3  # nothing in the queue
     REFUSED = 4  # one field: why
     REDIRECT = 5  # of a replica that is not the primary: the index of the one that is, if it is known
+    FORGOTTEN = 6  # of RESUME: the server does not remember that connection, or what it answered last
+
+
+Outcome = tuple[Reply, list[bytes]]
+"""A reply's code and fields."""
 
 
 class Hello:

@@ -8,10 +8,7 @@ from typing import Union
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.store.table import PendingPop, PendingWait, Table
-from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, number
-
-Outcome = tuple[Reply, list[bytes]]
-"""A reply's code and fields."""
+from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request, number
 
 Waker = Callable[[Outcome], bool]
 
@@ -43,6 +40,13 @@ def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Out
         return Reply.REFUSED, [str(error).encode()]
     except ValueError as error:
         raise ProtocolError(f"request {code} with wrong fields: {error}") from error
+
+
+def answer_change(table: Table, code: int, fields: Sequence[bytes]) -> Outcome:
+    """Carry out a request that changes something, and never waits."""
+    outcome = answer(table, code, fields, lambda _: False)
+    assert not isinstance(outcome, Waiting)
+    return outcome
 
 
 def _set(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:

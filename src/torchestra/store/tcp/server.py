@@ -38,8 +38,17 @@ from torchestra.store.table import PendingPop, Table
 from torchestra.store.tcp.address import Address, listen, tune
 from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
-from torchestra.store.tcp.protocol import INSTANCE_BYTES, ProtocolError, RefusedError, Reply, encode
-from torchestra.store.tcp.requests import Outcome, Waiting, answer
+from torchestra.store.tcp.protocol import (
+    INSTANCE_BYTES,
+    Outcome,
+    ProtocolError,
+    RefusedError,
+    Reply,
+    Request,
+    encode,
+)
+from torchestra.store.tcp.requests import Waiting, answer, answer_change
+from torchestra.store.tcp.resuming import Resuming, kept
 from torchestra.system.forking import forget_in_children
 
 HANDSHAKE_SECONDS = 30.0
@@ -89,6 +98,7 @@ class TCPStoreServer:
         self._instance = os.urandom(INSTANCE_BYTES)
         self._table = Table()
         self._peers: set[Peer] = set()
+        self._resuming = Resuming(self._drop)
         self._unauthenticated: dict[Peer, float] = {}  # and when they connected, the oldest first
         self._deadlines: list[tuple[float, int, Peer]] = []
         self._counter = itertools.count()
@@ -214,6 +224,7 @@ class TCPStoreServer:
                     return
                 if not peer.is_unauthenticated:
                     self._unauthenticated.pop(peer, None)
+                    self._resuming.begin(peer)
                     peer.deadline = None
                     self._resume_soon()
                 continue
@@ -227,6 +238,8 @@ class TCPStoreServer:
 
     def _carry_out(self, peer: Peer, code: int, fields: Sequence[bytes]) -> Outcome | Waiting | None:
         """Carry out a message of a client; None if it is to have no reply."""
+        if code == Request.RESUME:
+            return self._resuming.resume(peer, fields, partial(answer_change, self._table))
         return answer(self._table, code, fields, self._waking(peer))
 
     def _reply(self, peer: Peer, outcome: Outcome | Waiting) -> None:
@@ -238,6 +251,7 @@ class TCPStoreServer:
             return
         peer.wait = None
         peer.deadline = None
+        peer.answered, peer.last = peer.answered + 1, kept(outcome)
         code, fields = outcome
         try:
             buffers = encode(code, fields)
@@ -269,6 +283,7 @@ class TCPStoreServer:
         if peer.wait is not None:
             self._table.cancel(peer.wait)
         self._peers.discard(peer)
+        self._resuming.end(peer)
         if self._unauthenticated.pop(peer, None) is not None:
             self._resume_soon()
         with contextlib.suppress(KeyError, ValueError, OSError):
