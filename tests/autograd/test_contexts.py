@@ -15,7 +15,7 @@ from crossings import leaf
 import rpc_workers
 from torchestra import autograd, rpc
 from torchestra.autograd.api import current_context, new_context, release_context
-from torchestra.autograd.contexts import contexts_of
+from torchestra.autograd.contexts import Context, ContextMark, SendRecorder, contexts_of
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.thread_state import thread_state
 
@@ -259,3 +259,53 @@ def across_threads() -> None:
 
 def test_a_context_that_another_thread_has_ended_is_over() -> None:
     rpc_workers.first("threads", 2, across_threads)
+
+
+class Gate:
+    """Holds a message to worker 2 back, which its sender has noted, until that worker was told of a pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_noted, self.may_go = threading.Event(), threading.Event()
+        close = SendRecorder.close
+
+        def noted(recorder: SendRecorder) -> ContextMark | None:
+            mark = close(recorder)
+            if recorder._to == 2 and mark is not None and mark.message is not None:
+                self.is_noted.set()
+                assert self.may_go.wait(20)
+            return mark
+
+        monkeypatch.setattr(SendRecorder, "close", noted)
+        end_task = Context.end_task
+
+        def ended(context: Context, key: Any) -> Any:
+            task = end_task(context, key)
+            if context.contexts.rank == 2:
+                self.may_go.set()
+            return task
+
+        monkeypatch.setattr(Context, "end_task", ended)
+
+
+def call_on(tensor: torch.Tensor) -> None:
+    rpc.rpc_async(2, add, (tensor, 1))
+
+
+def go_backward_meanwhile(gate: Gate) -> None:
+    value = leaf(2)
+    try:
+        with autograd.context() as context_id:
+            rpc.rpc_async(1, call_on, (value,))
+            assert gate.is_noted.wait(20)
+            autograd.backward(context_id, [(3 * value).sum()])
+            assert autograd.get_gradients(context_id)[value].tolist() == [3.0, 3.0]
+    finally:
+        gate.may_go.set()
+    await_nothing(0, 1, 2)
+
+
+def test_a_pass_may_come_to_a_worker_before_the_call_by_which_it_takes_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(monkeypatch)
+    rpc_workers.run("threads", 3, lambda rank: go_backward_meanwhile(gate) if rank == 0 else None)

@@ -372,6 +372,9 @@ class ContextContainer(MessageScope):
             self.release(context_id)
             return
         context = self._all.get(context_id)
+        if what == "start" and context is None:
+            # The call by which the sender knows this worker may come later: it is noted before it is sent.
+            context = self.enter(ContextMark(context_id, None), source, is_call=True)
         if what in ("gradients", "start"):
             self._join_pass(source, context_id, context, key, *content)
         elif context is not None and what == "abort":

@@ -98,6 +98,9 @@ class Context(Protocol):
     def end_task(self, key: Key) -> object:
         """End a pass here."""
 
+    def tell_release(self, to: int) -> None:
+        """Tell a worker if the context was released meanwhile."""
+
     def retire(self, sends: Sequence[SendRpc], received: Sequence[RecvRpc]) -> None:
         """Forget messages whose graph has been freed."""
 
@@ -183,6 +186,7 @@ class GraphTask:
         for rank in self._peers_to_start(sends.values(), received):
             self._informed.add(rank)
             self._tell(rank, "start", self._retain)
+            context.tell_release(rank)
         if not starts:
             return
         try:
