@@ -402,9 +402,7 @@ def table_row(name: str, seconds: list[float], less: float = 0.0) -> str:
         return f"| {name} | 0 | | | | |"
     ordered = sorted(max(0.0, each - less) * 1e3 for each in seconds)
     points = (ordered[len(ordered) // 2], ordered[len(ordered) * 9 // 10], ordered[len(ordered) * 99 // 100])
-    return (
-        f"| {name} | {len(ordered)} | " + " | ".join(f"{each:.0f}" for each in (*points, ordered[-1])) + " |"
-    )
+    return f"| {name} | {len(ordered)} | {' | '.join(f'{each:.0f}' for each in (*points, ordered[-1]))} |"
 
 
 def report(settings: argparse.Namespace, killer: Killer, times: Times, steps: int, restarts: int) -> str:
