@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +12,20 @@ __all__ = ["untraced"]
 
 _Callable = TypeVar("_Callable")
 
-_FRAMES = torch._C._dynamo.eval_frame
+
+def _find_skip() -> Callable[[CodeType], None]:
+    """Return what keeps the compiler from looking at frames of some code, and at those that they call."""
+    frames = torch._C._dynamo.eval_frame
+    try:
+        skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        set_strategy = frames.set_code_exec_strategy
+    except AttributeError:  # a version of torch that we do not know
+        return lambda code: None
+    return lambda code: set_strategy(code, skipped)
+
+
+_skip = _find_skip()
 _REASON = "it moves bytes, and changes its arguments; torchestra.functional has collectives that are traced"
-_SKIPPED = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP)
 
 
 def untraced(given: _Callable, inlined: Callable[..., Any] | None = None) -> _Callable:
@@ -44,4 +55,4 @@ def _untrace(function: Any, inlined: Callable[..., Any] | None) -> None:
         function._torchdynamo_disable_msg = _REASON
     else:
         function._torchdynamo_inline = inlined
-    _FRAMES.set_code_exec_strategy(function.__code__, _SKIPPED)
+    _skip(function.__code__)
