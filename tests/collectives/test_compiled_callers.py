@@ -45,13 +45,13 @@ def test_a_compiled_function_gives_what_the_plain_one_gives() -> None:
     assert run("processes", 2, call_compiled) == [[0, 0]] * 2
 
 
-def change_in_place(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def change_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int, size: int) -> torch.Tensor:
     """Call the collectives that are traced."""
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     gathered = torch.empty(size, *tensor.shape)
     dist.all_gather_into_tensor(gathered, tensor + rank)
     pieces = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(pieces, tensor * (rank + 1), group=dist.group.WORLD)
+    dist.all_gather(pieces, tensor * (rank + 1), group=group)
     scattered = torch.empty_like(tensor)
     dist.reduce_scatter_tensor(scattered, gathered)
     swapped = torch.empty_like(gathered)
@@ -63,9 +63,8 @@ def compile_in_place() -> bool:
     rank, size = dist.get_rank(), dist.get_world_size()
     compiled = torch.compile(change_in_place, fullgraph=True, backend="aot_eager")
     tensors = [torch.arange(6.0).reshape(2, 3) * (rank + 1) for _ in range(2)]
-    both = [
-        call(tensor, rank, size) for call, tensor in zip((compiled, change_in_place), tensors, strict=True)
-    ]
+    given = dist.group.WORLD, rank, size
+    both = [call(each, *given) for call, each in zip((compiled, change_in_place), tensors, strict=True)]
     return torch.equal(*both) and torch.equal(*tensors)
 
 

@@ -373,16 +373,19 @@ def _any_group(group: object, name: str) -> AnyGroup:
     return group
 
 
+@untraced
 def get_rank(group: AnyGroup | None = None) -> int:
     """Return this rank's number in the group (default: the default group), or -1 if it is not in it."""
     return (default_group() if group is None else _any_group(group, "get_rank")).rank()
 
 
+@untraced
 def get_world_size(group: AnyGroup | None = None) -> int:
     """Return how many ranks the group has (default: the default group), or -1 if this rank is not in it."""
     return (default_group() if group is None else _any_group(group, "get_world_size")).size()
 
 
+@untraced
 def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
     """Return the global ranks of the group, in the order of their numbers in it."""
     return list((default_group() if group is None else _any_group(group, "get_process_group_ranks")).ranks)
