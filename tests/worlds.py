@@ -125,6 +125,23 @@ def outcomes(
 # -- threads
 
 
+def kind_that_compiles() -> str:
+    """Return what kind of ranks can compile at once: torch 2.10 notes what it compiles once per process."""
+    from torch._dynamo import utils
+
+    return "processes" if hasattr(utils, "_METRICS_CONTEXT") else "threads"
+
+
+def _guard_absent_devices() -> None:
+    """Do in this thread, which stays, what the first FakeTensorMode of the process does.
+
+    Where torch is for CUDA and there is no GPU, that makes the process's device guard. In torch 2.10 it
+    goes with its thread: when that has ended, the next FakeTensorMode crashes the process.
+    """
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def _run_threads(
     size: int,
     fn: Callable[..., Any],
@@ -134,6 +151,7 @@ def _run_threads(
     init: bool,
     hosts: Sequence[str],
 ) -> list[Outcome]:
+    _guard_absent_devices()
     store = HashStore()
     ended: list[Outcome | None] = [None] * size
 

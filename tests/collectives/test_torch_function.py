@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,11 +58,25 @@ def made(value: Any) -> Any:
     return torch.ones(2).as_subclass(Own if value == "own" else torch.Tensor)
 
 
+def is_overridden_in_torch(name: str) -> bool:
+    """Return whether torch's function, or what it is now an alias of, asks for overrides: few do in 2.10."""
+    functions = [getattr(distributed, each, None) for each in (name, RENAMED.get(name, ""))]
+    return any(
+        "has_torch_function" in inspect.unwrap(each).__code__.co_names
+        for each in functions
+        if each is not None
+    )
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_override_is_called_as_by_torch_distributed(name: str) -> None:
     """Before any group is asked for, with the same arguments."""
     seen.clear()
     args = made([*CALLS[name]])
+    if not is_overridden_in_torch(name):
+        assert getattr(dist, name)(*args) == "overridden" or name == "send"
+        assert [call[0] for call in seen] == [getattr(dist, name)]
+        return
     results = [getattr(module, name)(*args) for module in (dist, distributed)]
     (ours, *as_called), (torchs, *as_torch_calls) = seen
     assert results == ["overridden"] * 2 or name == "send"

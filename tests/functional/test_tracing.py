@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchestra as dist
 import torchestra.functional as funcol
-from worlds import run
+from worlds import kind_that_compiles, run
 
 Function = Callable[..., torch.Tensor]
 
@@ -165,7 +165,7 @@ def differentiated_all_reduce(prepared: Callable[[Function], Function]) -> None:
 def test_gradients_of_compiled_programs(
     body: Callable[[Callable[[Function], Function]], None], prepared: Callable[[Function], Function]
 ) -> None:
-    run("threads", 2, body, prepared)
+    run(kind_that_compiles(), 2, body, prepared)
 
 
 def every_kind_of_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.debug import start_debug_server
 from torch_worlds import run
 
 from torchestra.interop import debug_handlers
@@ -33,6 +35,17 @@ def see_the_pages() -> dict[str, dict[str, Any]]:
     return {path: {**values, "pid": os.getpid()} for path, values in shown.items()}
 
 
+def has_pages() -> bool:
+    return "handlers" in inspect.signature(start_debug_server).parameters
+
+
+@pytest.mark.skipif(has_pages(), reason="torch's debug server takes pages")
+def test_a_debug_server_that_takes_no_pages_is_said() -> None:
+    with pytest.raises(ImportError, match=r"debug server of torch .* takes no pages"):
+        debug_handlers()
+
+
+@pytest.mark.skipif(not has_pages(), reason="torch's debug server takes no pages (torch 2.10)")
 def test_torchs_debug_server_shows_our_operations_on_a_page_that_it_is_given() -> None:
     shown, nothing = run(2, see_the_pages)
     assert not nothing

@@ -43,9 +43,11 @@ def table(mesh: Any) -> Any:
 def described(side: Any, value: Any) -> Any:
     """Return a mesh, a group, or a list of either as values that can be compared."""
     if isinstance(value, side.DeviceMesh):
+        coordinate = value.get_coordinate()
         return (
             (tuple(value.shape), value.ndim, value.size(), value.mesh_dim_names, value.device_type),
-            (value.get_coordinate(), outcome(table, value), value.get_rank()),
+            # A list in torch 2.10, a tuple later.
+            (coordinate and tuple(coordinate), outcome(table, value), value.get_rank()),
             repr(value).partition(", stride")[0],  # which torch writes differently from version to version
             [described(side, each) for each in outcome(value.get_all_groups).value or []],
         )

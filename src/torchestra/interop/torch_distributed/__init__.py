@@ -8,7 +8,10 @@ See docs/interop.md.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+import torch
 
 from torchestra.interop.registration import BACKEND, register_backend
 from torchestra.interop.torch_distributed.adoption import adopt, use
@@ -49,8 +52,16 @@ def debug_handlers() -> list[Any]:
     shown. The page reads the flight records of rank 0's host from outside, also while the ranks hang.
 
     Raises:
-        ImportError: what torch's own pages need is not installed: Jinja2 and tabulate.
+        ImportError: what torch's own pages need is not installed: Jinja2 and tabulate. Or torch's debug
+            server takes no pages (torch 2.10).
     """
+    from torch.distributed.debug import start_debug_server
+
+    if "handlers" not in inspect.signature(start_debug_server).parameters:
+        raise ImportError(
+            f"the debug server of torch {torch.__version__} takes no pages of others: take a newer torch, or"
+            " read the records from outside with `torchestra report`"
+        )
     from torchestra.interop.torch_distributed import debug_page
 
     return debug_page.pages()

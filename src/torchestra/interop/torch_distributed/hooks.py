@@ -124,7 +124,12 @@ def _told(kind: str, *attributes: Any, **more: Any) -> Any:
 def _operation_name(name: str) -> Any:
     torch_name = _NAMES.get(name, "UNKNOWN")
     names = getattr(c10d, "HookOpName", None)
-    return torch_name if names is None else getattr(names, torch_name)
+    if names is None:
+        return torch_name
+    # torch 2.14 has one name for all forms of an operation: ALLGATHER for ALLGATHER_BASE too.
+    words = torch_name.split("_")
+    known = ("_".join(words[:number]) for number in range(len(words), 0, -1))
+    return next((getattr(names, each) for each in known if hasattr(names, each)), names.UNKNOWN)
 
 
 def _is_message(name: str) -> bool:
