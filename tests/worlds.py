@@ -132,11 +132,12 @@ def kind_that_compiles() -> str:
     return "processes" if hasattr(utils, "_METRICS_CONTEXT") else "threads"
 
 
-def _guard_absent_devices() -> None:
+def guard_absent_devices() -> None:
     """Do in this thread, which stays, what the first FakeTensorMode of the process does.
 
     Where torch is for CUDA and there is no GPU, that makes the process's device guard. In torch 2.10 it
     goes with its thread: when that has ended, the next FakeTensorMode crashes the process.
+    Autograd starts a thread for the guard's device, so ranks that are processes cannot be forked after that.
     """
     if not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
@@ -151,7 +152,6 @@ def _run_threads(
     init: bool,
     hosts: Sequence[str],
 ) -> list[Outcome]:
-    _guard_absent_devices()
     store = HashStore()
     ended: list[Outcome | None] = [None] * size
 

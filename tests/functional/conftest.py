@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worlds import start_server
+from worlds import guard_absent_devices, start_server
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +13,4 @@ def _ranks_start_warm() -> None:
     """The fork server is forked before any test starts a thread."""
     torch.set_num_threads(1)
     start_server()
+    guard_absent_devices()

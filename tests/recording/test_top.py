@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
 import re
 import sqlite3
+import struct
 import subprocess
 import sys
 import termios
@@ -215,7 +217,7 @@ def terminal() -> Iterator[tuple[int, int]]:
     """A pseudo-terminal of 120 columns and 40 lines: our end, and the program's."""
     ours, theirs = pty.openpty()
     try:
-        termios.tcsetwinsize(theirs, (40, 120))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
         yield ours, theirs
     finally:
         os.close(ours)

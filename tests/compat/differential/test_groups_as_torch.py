@@ -192,9 +192,8 @@ def functional(side: Any, rank: int, name: str, dtype: str, length: int, dim: in
         "all_gather_into_tensor_coalesced": lambda: fc.all_gather_into_tensor_coalesced([given], world)[0],
     }[name]()
     waited = fc.wait_tensor(made)
-    # Along another dimension than the first torch 2.10 waits by itself, and later torch does not.
-    waits = side is SIDES[0] and name == "all_gather_tensor" and dim != 0
-    kind = waits or isinstance(made, fc.AsyncCollectiveTensor)
+    # Along another dimension torch 2.10 always waits by itself, later torch where it has to copy.
+    kind = (name == "all_gather_tensor" and dim != 0) or isinstance(made, fc.AsyncCollectiveTensor)
     return kind, tuple(waited.shape), str(waited.dtype), waited.tolist(), given.tolist()
 
 
