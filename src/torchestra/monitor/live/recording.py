@@ -64,21 +64,29 @@ class Recording:
             raise InvalidArgumentError(f"--replay {path}: there is no such file")
         try:
             self._file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-            (application,) = self._file.execute("PRAGMA application_id").fetchone()
-            (version,) = self._file.execute("PRAGMA user_version").fetchone()
-            if application != _APPLICATION:
-                raise InvalidArgumentError(f"--replay {path}: torchestra top --record has not written this")
-            if version != _VERSION:
-                raise InvalidArgumentError(
-                    f"--replay {path}: the file has version {version}, and this torchestra reads {_VERSION}"
-                )
-            rows = self._file.execute("SELECT number, taken FROM samples ORDER BY number").fetchall()
-            self._numbers = [int(number) for number, _ in rows]
-            self.times = [float(taken) for _, taken in rows]
+        except sqlite3.Error as error:
+            raise InvalidArgumentError(f"--replay {path} cannot be opened: {error}") from error
+        try:
+            self._numbers, self.times = self._read_index()
         except (sqlite3.Error, TypeError, ValueError) as error:
+            self._file.close()
+            if isinstance(error, InvalidArgumentError):
+                raise
             raise InvalidArgumentError(f"--replay {path}: this is no recording: {error}") from error
+
+    def _read_index(self) -> tuple[list[int], list[float]]:
+        (application,) = self._file.execute("PRAGMA application_id").fetchone()
+        (version,) = self._file.execute("PRAGMA user_version").fetchone()
+        if application != _APPLICATION:
+            raise InvalidArgumentError(f"--replay {self._path}: torchestra top --record has not written this")
+        if version != _VERSION:
+            raise InvalidArgumentError(
+                f"--replay {self._path}: the file has version {version}, and this torchestra reads {_VERSION}"
+            )
+        rows = self._file.execute("SELECT number, taken FROM samples ORDER BY number").fetchall()
         if not rows:
-            raise InvalidArgumentError(f"--replay {path}: there are no samples in it")
+            raise InvalidArgumentError(f"--replay {self._path}: there are no samples in it")
+        return [int(number) for number, _ in rows], [float(taken) for _, taken in rows]
 
     def sample(self, index: int) -> JobSample:
         """Return a sample, the first being 0.
