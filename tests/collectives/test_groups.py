@@ -7,7 +7,7 @@ import torch
 
 import torchestra as dist
 from torchestra.errors import InvalidArgumentError
-from worlds import KINDS, run
+from worlds import KINDS, OP_SECONDS, run
 
 
 def sum_over(group: dist.ProcessGroup) -> float:
@@ -178,7 +178,7 @@ def describe() -> None:
     assert world is dist.GroupMember.WORLD
     assert dist.get_backend() == world.name() == "threads"
     assert repr(world) == f"<ProcessGroup 'default': rank {dist.get_rank()} of 2, backend 'threads'>"
-    assert world.timeout == timedelta(seconds=30)
+    assert world.timeout == timedelta(seconds=OP_SECONDS)
     group = dist.new_group(timeout=timedelta(minutes=2), group_desc="pairs", backend="threads")
     assert (group.timeout, group.group_desc) == (timedelta(minutes=2), "pairs")
     group.set_timeout(3.5)

@@ -18,7 +18,7 @@ import torchestra as dist
 from ports import free_port
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, StoreTimeoutError
 from torchestra.system import deadline
-from worlds import await_note, leave_note, processes, results, run
+from worlds import OP_SECONDS, await_note, leave_note, processes, results, run
 
 SOON = 50.0
 
@@ -32,11 +32,11 @@ def timed_out(call: Callable[[], Any]) -> None:
 def in_every_way(done: threading.Event) -> None:
     """One rank waits in vain: in a group's own time, in a call's, in one changed later, blocking or not."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert dist.group.WORLD.timeout == timedelta(seconds=30)
+    assert dist.group.WORLD.timeout == timedelta(seconds=OP_SECONDS)
     slow = dist.new_group(timeout=timedelta(seconds=50))
     assert slow.timeout == slow.options.timeout == timedelta(seconds=50)
     groups = [dist.new_group() for _ in range(8)]
-    assert groups[0].timeout == timedelta(seconds=30)  # the default group's
+    assert groups[0].timeout == timedelta(seconds=OP_SECONDS)  # the default group's
     dist.barrier()
     if rank == 1:
         assert done.wait(SOON)
@@ -123,7 +123,7 @@ def wrong_time_outs() -> None:
     for wrong in (-1, timedelta(seconds=-1), float("nan")):
         with pytest.raises(ValueError, match="timeout must not be negative"):
             dist.set_pg_timeout(wrong)
-    assert dist.group.WORLD.timeout == timedelta(seconds=30)
+    assert dist.group.WORLD.timeout == timedelta(seconds=OP_SECONDS)
 
 
 def test_wrong_time_outs_are_refused() -> None:
