@@ -106,9 +106,10 @@ def summary_lines(report: BenchReport) -> list[str]:
         text = ", ".join(f"{stream} {rate / 1e9:.1f}" for stream, rate in rates.items())
         lines.append(f"memory bandwidth, {world} processes at once, GB/s read + written: {text}")
     wrong = [
-        f"{_label(cell)} on {cell.world}"
+        f"{_label(cell)} on {cell.world} by {peer}"
         for cell in report.cells
-        if any(not t.right for t in cell.timings.values())
+        for peer, timing in cell.timings.items()
+        if not timing.right
     ]
     if wrong:
         lines.append(f"WRONG RESULTS in {', '.join(wrong)}")

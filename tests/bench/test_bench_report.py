@@ -100,7 +100,7 @@ def test_a_wrong_result_counts_in_no_ratio_and_is_shown():
     assert report().right
     assert found.gloo_ratio(wrong) is None
     assert "WRONG" in printed(found)
-    assert "WRONG RESULTS in gather 4 B on 2" in summary_lines(found)
+    assert "WRONG RESULTS in gather 4 B on 2 by torchestra" in summary_lines(found)
 
 
 def test_a_wrong_mpi_is_never_the_best():
