@@ -65,3 +65,28 @@ def test_who_has_proved_itself_is_not_taken_for_who_had_its_descriptor(
         assert stranger.recv(1) == b"", "the stranger was not shut down"
         accepted.sendall(b"x")
         assert rank.recv(1) == b"x"
+
+
+def test_who_was_shut_down_proves_nothing(listener: Listener) -> None:
+    """A hello may be on its way from ZeroMQ while its connection is shut down as a stranger's.
+
+    Answered, the rank would be taken for connected, the port shut in time, and its next connection refused.
+    """
+    rank, accepted = connection(listener)
+    later, again = connection(listener)
+    with rank, accepted, later, again:
+        listener.monitor = Told((zmq.EVENT_ACCEPTED, accepted.fileno()))
+        listener._read_events()
+        listener._end(accepted.fileno())
+        assert rank.recv(1) == b"", "the rank was not shut down"
+        assert listener.prove(accepted.fileno()) is None
+        assert listener.prove(again.fileno()) is not None
+
+
+def test_a_connection_that_zeromq_has_closed_proves_nothing(listener: Listener) -> None:
+    listener.monitor = Told()
+    rank, accepted = connection(listener)
+    descriptor = accepted.fileno()
+    with rank:
+        accepted.close()
+        assert listener.prove(descriptor) is None

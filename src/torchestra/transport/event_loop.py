@@ -395,9 +395,12 @@ class EventLoop:
         peer, accepted = self._sender(self._inbox.sender)
         if peer.end_reason or accepted < peer.accepted:
             return False
-        peer.received_at = self._clock
         if accepted > peer.accepted:
-            peer.accept(accepted, listener.prove(self._inbox.descriptor))
+            # An answer to the hello of a connection that has ended would have the peer take that for good.
+            if (incoming := listener.prove(self._inbox.descriptor)) is None:
+                return False
+            peer.accept(accepted, incoming)
+        peer.received_at = self._clock
         self._guarded(peer, self._handle_data, peer, self._inbox.frame)
         return bool(peer.end_reason)
 

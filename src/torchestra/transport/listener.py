@@ -25,6 +25,7 @@ import socket
 import stat
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)  # the one instruction of the filte
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=Hi")
 _LAST_SECONDS = 0.5
+_SHUT_KEPT = 4096
 _BACKLOG = 256  # ZeroMQ still accepts those that wait there when the port is shut
 
 _log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class Listener:
         self.is_shut = self._closed = False
         self._unproved: set[int] = set()
         self._proved: set[object] = set()  # addresses of the peers that have
+        self._shut: deque[object] = deque(maxlen=_SHUT_KEPT)  # inodes of connections, the last ones
         self._warnings = RateLimitedWarnings(_log)
         self._port = _listen(address, ports)
         self._port_number = int(self._port.getsockname()[1])
@@ -118,13 +121,20 @@ class Listener:
         self._inbox.set(zmq.USE_FD, self._port.dup().detach())  # ZeroMQ closes what it is given
         self._inbox.bind(self.endpoint)
 
-    def prove(self, descriptor: int) -> IncomingConnection:
+    def prove(self, descriptor: int) -> IncomingConnection | None:
         """Note that the connection on this descriptor is a peer's, as ZeroMQ has let a message through.
 
         ZeroMQ may report only later that the connection has begun, and that a stranger's with the same
         descriptor has ended. So the listener keeps the address of its other end, so as not to shut it down.
+
+        Returns:
+            None if the connection has ended: it was shut down as a stranger's while the message was on its
+            way from ZeroMQ, and the peer connects again.
         """
         self._unproved.discard(descriptor)
+        inode = _inode(descriptor)
+        if inode is None or inode in self._shut:
+            return None
         if not self._closed:
             self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
         return IncomingConnection(descriptor)
@@ -190,6 +200,7 @@ class Listener:
 
         def shut_down(copy: socket.socket, other_end: object) -> None:
             if other_end not in self._proved:
+                self._shut.append(_inode(copy.fileno()))
                 copy.shutdown(socket.SHUT_RDWR)
 
         self._unproved.discard(descriptor)
