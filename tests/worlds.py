@@ -139,7 +139,7 @@ def guard_absent_devices() -> None:
     goes with its thread: when that has ended, the next FakeTensorMode crashes the process.
     Autograd starts a thread for the guard's device, so ranks that are processes cannot be forked after that.
     """
-    if not torch.cuda.is_available():
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 
 
