@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worlds import start_server
+from fork_server import start_server
 
 # The table of collectives serves here too.
 sys.path.append(str(Path(__file__).parents[1] / "collectives"))

@@ -9,7 +9,8 @@ import torch
 from pages import PAGES, Program, read
 
 import torchestra as dist
-from worlds import run, start_server
+from fork_server import start_server
+from worlds import run
 
 READ = [read(path) for path in PAGES]
 PROGRAMS = [program for page in READ for program in page.programs]

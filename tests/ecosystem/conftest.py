@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worlds import start_server
+from fork_server import start_server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))  # torch_worlds and small_transformer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mailboxes import Ranks
 
-from worlds import start_server
+from fork_server import start_server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worlds import guard_absent_devices, start_server
+from fork_server import start_server
+from worlds import guard_absent_devices
 
 
 @pytest.fixture(scope="session", autouse=True)

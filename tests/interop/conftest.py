@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from worlds import start_server
+from fork_server import start_server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from simulated import SECONDS
 
+from fork_server import start_server
 from torchestra.engine.multihost import failure_detector
-from worlds import start_server
 
 # The table of collectives serves here too.
 sys.path.append(str(Path(__file__).parents[1] / "collectives"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worlds import start_server
+from fork_server import start_server
 
 
 @pytest.fixture(scope="session", autouse=True)
