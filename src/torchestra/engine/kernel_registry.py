@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchestra.engine.entries import collectives, lists, messages, persistent
-from torchestra.engine.kernels import checksum, doorbell, move, prefix, reduce, shared_words
+from torchestra.engine.kernels import checksum, copies, doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
 from torchestra.engine.native.target import Target
@@ -14,6 +14,7 @@ from torchestra.engine.recorder import message_records, spans
 _MODULES = (
     checksum,
     collectives,
+    copies,
     doorbell,
     endpoint_kernels,
     immediate,

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import torch
 
 from torchestra.engine.kernels import shared_words
+from torchestra.engine.kernels.copies import copy_past_caches
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.heap import Heap
 from torchestra.tensors.serialization import OUT_OF_BAND
@@ -33,6 +34,7 @@ SHARE_FROM = 1 << 15  # bytes; smaller memory is a part of the message
 _HEAD_BYTES = 128
 _KEPT_BYTES = 1 << 29
 _SMALLEST = 1 << 18
+_PAST_CACHES_FROM = 16 << 20  # what is smaller, the receiver reads faster if it is still in a cache
 
 
 class SharedBufferPool:
@@ -65,7 +67,11 @@ class SharedBufferPool:
         if length < SHARE_FROM:
             return OUT_OF_BAND
         offset = self._buffer(length, taken)
-        ctypes.memmove(self._heap.first_address + offset + _HEAD_BYTES, address, length)
+        target = self._heap.first_address + offset + _HEAD_BYTES
+        if length < _PAST_CACHES_FROM:
+            ctypes.memmove(target, address, length)
+        else:
+            copy_past_caches(target, address, length)
         return offset
 
     def sharer(self, taken: dict[int, None]) -> Callable[[int, int], int]:

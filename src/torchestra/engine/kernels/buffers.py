@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from torchestra.engine import layout as at
+from torchestra.engine.kernels.copies import stream
 from torchestra.engine.kernels.waiting import current_line
-from torchestra.engine.native.atomics import kernel, load, memcpy, stream_line
+from torchestra.engine.native.atomics import kernel, load, memcpy
 
 SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
     at.SLOTS,
@@ -83,22 +84,9 @@ def streams(context, touched):
 
 
 @kernel
-def copy_out(target, source, length, stream):
-    """Copy into a result; ``stream`` when the whole of it is too large to stay in a cache anyway.
-
-    A streaming store spares the read of the line that an ordinary store to memory costs.
-    """
-    if not stream or length < 4096:
+def copy_out(target, source, length, past_caches):
+    """Copy into a result; past the caches when the whole of it is too large to stay in one anyway."""
+    if past_caches and length >= 4096:
+        stream(target, source, length)
+    else:
         memcpy(target, source, length)
-        return
-    head = (64 - target % 64) % 64
-    if head:
-        memcpy(target, source, head)
-        target += head
-        source += head
-        length -= head
-    for line in range(length // 64):
-        stream_line(target + line * 64, source + line * 64)
-    rest = length % 64
-    if rest:
-        memcpy(target + length - rest, source + length - rest, rest)
