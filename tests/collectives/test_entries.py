@@ -37,6 +37,7 @@ def count_references() -> None:
         lambda: communicator.gather([output], tensor, 0),
         lambda: communicator.scatter(output, [tensor], 0),
         lambda: communicator.reduce_scatter(output, [tensor], ReduceOp.SUM),
+        lambda: communicator.all_to_all([output], [tensor]),
         communicator.barrier,
         dist.all_reduce_init(tensor),
         dist.all_gather_init([output], tensor),

@@ -259,6 +259,24 @@ def test_a_list_of_two_dtypes_is_refused_by_both_ways() -> None:
     run("threads", 2, refused)
 
 
+def test_lists_of_uneven_tensors_are_exchanged_by_their_entry() -> None:
+    """Each pair of ranks has a length of its own, and a piece in the middle of one shared tensor."""
+
+    def exchange() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for call in range(3):  # the first makes the plan
+            inputs = [torch.full((1 + rank + 2 * peer,), rank * 10 + peer + call) for peer in range(size)]
+            whole = torch.zeros(sum(1 + peer + 2 * rank for peer in range(size)), dtype=torch.int64)
+            outputs = list(whole.split([1 + peer + 2 * rank for peer in range(size)]))
+            dist.all_to_all(outputs, inputs)
+            for peer in range(size):
+                assert outputs[peer].tolist() == [peer * 10 + rank + call] * (1 + peer + 2 * rank)
+        with pytest.raises(dist.InvalidArgumentError):  # the outputs overlap by an element
+            dist.all_to_all([whole[:3], whole[2:9], whole[10:]][:size], inputs)
+
+    run("threads", 3, exchange)
+
+
 def test_every_plain_call_is_one_of_an_entry() -> None:
     """Each entry runs a plain call itself: the general way is not gone when its plan is known."""
 

@@ -22,11 +22,7 @@ from torchestra.arguments.annotations import checked
 from torchestra.collectives.group_arguments import member_of, root_of, sender_of
 from torchestra.collectives.traced import trace_in_place_of
 from torchestra.communicator.work import Work
-from torchestra.engine.operations import (
-    ALL_TO_ALL,
-    GATHER,
-    SCATTER,
-)
+from torchestra.engine.operations import GATHER, SCATTER
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.tensors import checks
 from torchestra.tensors.override import as_tuple, overridden
@@ -239,9 +235,7 @@ def all_to_all(
     member = default_group() if group is None else member_of(group, "all_to_all")
     if member is None:
         return None
-    return member.communicator.collective(
-        ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op=async_op
-    )
+    return member.communicator.all_to_all(output_tensor_list, input_tensor_list, async_op)
 
 
 def all_to_all_single(

@@ -34,6 +34,7 @@ from torchestra.engine.operations import (
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
     ALL_REDUCE_LIST,
+    ALL_TO_ALL,
     ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
@@ -349,6 +350,12 @@ class Communicator:
         return self.collective(
             REDUCE_SCATTER_TENSOR, output, tensor, op, async_op=async_op, timeout_s=timeout_s
         )
+
+    def all_to_all(
+        self, outputs: Any, tensors: Any, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Send each rank one tensor of a list, and receive one from each into those of another."""
+        return self.collective(ALL_TO_ALL, outputs, tensors, async_op=async_op, timeout_s=timeout_s)
 
     def all_to_all_single(
         self,

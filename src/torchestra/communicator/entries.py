@@ -32,6 +32,7 @@ from torchestra.engine.operations import (
     ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
+    ALL_TO_ALL,
     ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
@@ -87,6 +88,7 @@ SERVED = (
         collectives.reduce_scatter_tensor,
         "reduce_scatter_even",
     ),
+    _Served("all_to_all", ALL_TO_ALL, lists.all_to_all, "exchange"),
     _Served("all_to_all_single", ALL_TO_ALL_SINGLE, collectives.all_to_all_single, "all_to_all_even"),
     _Served("barrier", BARRIER, collectives.barrier, "barrier"),
 )

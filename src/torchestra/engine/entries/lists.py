@@ -22,6 +22,7 @@ from torchestra.engine.entries.plain_calls import (
 from torchestra.engine.entries.python_interface import list_item, list_length, word_of
 from torchestra.engine.entries.running import (
     ALL_REDUCE_IOVEC,
+    EXCHANGE,
     GATHER,
     REDUCE_SCATTER,
     SCATTER,
@@ -33,7 +34,7 @@ from torchestra.engine.entries.running import (
 )
 from torchestra.engine.native.atomics import kernel, load, store
 
-PLAN_UNIT, RANK = at.PLAN_UNIT, at.RANK
+PLAN_UNIT, RANK, UNKNOWN = at.PLAN_UNIT, at.RANK, at.UNKNOWN
 SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
 _NOTHING, _OP, _ROOT = range(3)  # what comes after the tensors
 
@@ -143,6 +144,61 @@ def scatter(own, arguments, number, keywords):
 def reduce_scatter(own, arguments, number, keywords):
     """Run ``reduce_scatter(output, tensors, op, async_op=False, timeout_s=None)``."""
     return _by_rank(own, arguments, number, keywords, REDUCE_SCATTER, 1, _OP)
+
+
+@kernel
+def _read_pieces(entry, tensors, dtype, table, lengths, written):
+    """Write the addresses and the lengths of a list of tensors, one for each rank, into tables by peer.
+
+    Returns their dtype if they are plain and all have this one (0: any), else 0; if they are to be
+    ``written``, no two may share memory.
+    """
+    access = load(entry + e.ACCESS)
+    ranks = load(entry + e.SIZE)
+    view = entry + e.VIEWS
+    if not is_list(access, tensors) or list_length(tensors) != ranks:
+        return 0
+    for peer in range(ranks):
+        if not read_view(access, list_item(tensors, peer), view):
+            return 0
+        if dtype == 0:
+            dtype = dtype_of(view)
+        if dtype_of(view) != dtype:
+            return 0
+        address = load(view + e.VIEW_DATA)
+        length = load(view + e.VIEW_LENGTH)
+        if written:
+            for before in range(peer):
+                distance = address - load(table + before * 8)
+                end = load(lengths + before * 8)
+                if -length < distance < end:
+                    return 0
+        store(table + peer * 8, address)
+        store(lengths + peer * 8, length)
+    return dtype
+
+
+@kernel
+def all_to_all(own, arguments, number, keywords):
+    """Run ``all_to_all(outputs, tensors, async_op=False, timeout_s=None)``."""
+    entry = load(own + e.HEADER)
+    if not is_free(entry, arguments, number, keywords, 2):
+        return slow_path(entry, arguments, number, keywords)
+    context = load(load(entry + e.STATE) + e.CONTEXT)
+    sources = load(context + SOURCES)
+    sent = load(context + SOURCE_BYTES)
+    targets = load(context + TARGETS)
+    expected = load(context + TARGET_BYTES)
+    dtype = _read_pieces(entry, load(arguments + 8), 0, sources, sent, 0)
+    if dtype == 0 or _read_pieces(entry, load(arguments), dtype, targets, expected, 1) == 0:
+        return slow_path(entry, arguments, number, keywords)
+    plan = plan_for(entry, dtype, 0, 0)
+    if plan == 0:
+        return make_plan(entry, arguments, number)
+    nbytes = 0
+    for peer in range(load(entry + e.SIZE)):
+        nbytes += load(sent + peer * 8)
+    return run(entry, EXCHANGE, plan, UNKNOWN, 0, 0, nbytes, timeout_of(entry, arguments, number, 2))
 
 
 @kernel
