@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -10,15 +11,31 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tools.fuzzing import Target
+from tools.fuzzing import Target, store_targets
 
+from torchestra.engine import tuned_thresholds
+from torchestra.engine.diagnosis.facts import (
+    Call,
+    GroupWait,
+    LockWait,
+    PendingMessage,
+    Process,
+    Program,
+    RankFacts,
+    UserFrame,
+    from_json,
+    to_json,
+)
+from torchestra.engine.failure.hang_report import HostReport, hang_report, name_missing
 from torchestra.engine.hosts import Hosts
+from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.joining import join
 from torchestra.engine.multihost import gloo_store, host_discovery, joining
 from torchestra.engine.multihost.failure_detector import ControlMessage, FailureDetector
@@ -56,7 +73,7 @@ _ME = ProcessIdentity.current().encode().encode()
 
 def targets() -> list[Target]:
     """Return all targets."""
-    return [*_store(), *_between_hosts(), *_records(), *_rpc(), *_launcher()]
+    return [*_store(), *store_targets.targets(), *_between_hosts(), *_records(), *_rpc(), *_launcher()]
 
 
 # -- the store, and values in it
@@ -116,6 +133,7 @@ def _between_hosts() -> Iterator[Target]:
     for what in ControlMessage:
         if what != ControlMessage.answer:
             yield Target(f"control: {what.name}", _CONTROLS, _control(what), UNREADABLE)
+    yield Target("control: where ranks stand", _standing(), _read_standing, ())
     frames = b"".join(map(bytes, text_frames(1, 5, b"a text", 1)))
     storages = struct.pack("=HqIQQQQ", 1, 0, 2, 16, 1, 30, 0)
     yield Target(
@@ -206,11 +224,47 @@ def _control(what: ControlMessage) -> Any:
         detector._update = lambda value: FailureDetector._update(detector, value)  # type: ignore[arg-type]
         detector._updates = lambda: [[], [], []]
         detector._site, detector._last_seen = str, {}
-        detector._say = detector._abort_aside = detector._do = lambda *_: None
-        detector._send_host_report = detector._recount = lambda *_: None
+        detector._say = detector._abort_aside = lambda *_: None
+        detector._do = lambda task: task()
+        detector._send_host_report = detector._recount = lambda _, question, *__: question.to_bytes(
+            8, "little"
+        )
         FailureDetector._take(detector, what, 1, 1, data, 0.0)  # type: ignore[arg-type]
 
     return take
+
+
+def _answer_question(rank: int, question: int, *_: object) -> None:
+    question.to_bytes(8, "little")
+
+
+@cache
+def _standing() -> tuple[bytes, ...]:
+    """Return what a host answers that is asked where its ranks stand."""
+    line = UserFrame("train.py", 3, "main", 1, ((1, 5),))
+    waits = GroupWait("other", "all_reduce (no. 3)", ("1.2.3",))
+    program = Program("is at train.py:3", (line,), "wait", LockWait("lock", "train.py:3"), "", (waits,))
+    call = Call(2, "all_reduce(float32[3])", "running", 0.5, ("barrier",), 0)
+    message = PendingMessage("recv", 0, 7, "recv from rank 0", 0.5)
+    told = (
+        RankFacts(1, "second", "1.2.3", call=call, program=program),
+        RankFacts(1, "second", "1.2.3", "present", doing="waits", message=message, stack=(line,)),
+        RankFacts(1, "second", presence="dead", end_reason="killed", system=Process(0.5, stopped=True)),
+    )
+    return tuple(json.dumps([[1], "\nrank 1", [asdict(each)]]).encode() for each in told)
+
+
+def _read_standing(data: bytes) -> None:
+    """Put what another host answers into the report of a hang, beside the ranks of this one."""
+    detector: Any = SimpleNamespace(hosts=_HOSTS, _others=[1], dead=set(), left=set(), _last_seen={})
+    detector._ask, detector.begun = lambda *_: {1: (data, 0.0)}, lambda: 2
+    detector._silence = lambda host: FailureDetector._silence(detector, host)
+    calls = (Call(2, "all_reduce(float32[3])", "running", 0.5), Call(1, "barrier()", "done", 0.5))
+    here = tuple(RankFacts(rank, "first", call=call) for rank, call in zip((0, 2), calls, strict=True))
+    found = FailureDetector.ask_where_they_are(detector)
+    assert len(found) == 1
+    hang_report([HostReport("", here), *found], 0)
+    name_missing(found)
 
 
 class _Condition(contextlib.nullcontext[None]):
@@ -258,6 +312,11 @@ def _records() -> Iterator[Target]:
         path = Path(directory) / "trace.json"
         _record().save(path)
         trace = path.read_bytes()
+    program = Program("is at train.py:3", (UserFrame("train.py", 3, "main"),))
+    answers = (to_json(program).encode(),)
+    yield Target("records: a stack", answers, lambda data: from_json(Program, data), (ValueError, TypeError))
+    table = json.dumps({"2": asdict(Choices.for_group(2, 1 << 20))})
+    yield Target("records: thresholds", (table.encode(),), _read_thresholds, (ValueError,))
     yield Target("records: a trace", (trace,), _read_trace, (InvalidArgumentError,))
 
 
@@ -275,6 +334,13 @@ def _read_answer(data: bytes) -> None:
     found = understand(data, 0.0, 10.0)
     together = merge_records(_record(), 0, {1: found}, _HOSTS)
     assert [rank.rank for rank in together.ranks] == [0, 1, 2]
+
+
+def _read_thresholds(data: bytes) -> None:
+    for size, choices in tuned_thresholds._parsed(data.decode()).items():
+        with contextlib.suppress(InvalidArgumentError):
+            choices.check(1 << 20)
+        assert size >= 0
 
 
 def _read_trace(data: bytes) -> None:

@@ -33,9 +33,16 @@ from typing import Any
 
 import torchestra
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
-from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
+from torchestra.errors import (
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    InvalidArgumentError,
+    StoreTimeoutError,
+)
 from torchestra.launcher.launcher_rendezvous import MEET_SECONDS, LauncherRendezvous
 from torchestra.launcher.node_ranks import REST_SECONDS, LauncherDetector, NodeRanks, later_launchers
+from torchestra.launcher.node_records import read_failure, read_job, read_members
 from torchestra.launcher.root_cause import FailedRank, NodeFailure
 from torchestra.launcher.store_replica import ReplicaListener, replica_count
 from torchestra.store import PrefixStore, ReplicatedStore, Store
@@ -160,7 +167,7 @@ class Nodes:
             with contextlib.suppress(DistError, OSError):
                 self._store.delete_key(key)
             raise
-        members: list[dict[str, Any]] = json.loads(first)
+        members = read_members(first, self.nnodes)
         self._check_unique(mine, members[self.node])
         self._rendezvous.announce(first.decode())
         self._use_replicas(members)
@@ -190,9 +197,9 @@ class Nodes:
         print(f"torchestra run: node {self.node} waits to take the place of a lost node", file=sys.stderr)
         while not self._store.check(["members"]):
             interruptible_sleep(REST_SECONDS)
-        told = self._store.get("members").decode()
-        members: list[dict[str, Any]] = json.loads(told)
-        self._rendezvous.announce(told)
+        told = self._store.get("members")
+        members = read_members(told, self.nnodes)
+        self._rendezvous.announce(told.decode())
         self._use_replicas(members)
         self.node_rank = NodeRanks(self._store, [int(each["nproc"]) for each in members], self._name).wait(
             self.node
@@ -202,13 +209,13 @@ class Nodes:
                 f"torchestra run: node {self.node} takes the place of node {self.node_rank}", file=sys.stderr
             )
         elif self._store.check(["failed"]):
-            self.other = NodeFailure(*json.loads(self._store.get("failed")))
+            self.other = read_failure(self._store.get("failed"))
         return members
 
     def _agree_on_job(self, mine: Mapping[str, Any]) -> None:
         """Check that the launchers belong to one job and have one version of torchestra."""
         job = {"nnodes": self.nnodes, "torchestra": torchestra.__version__}
-        first = json.loads(self._store.compare_set("job", "", json.dumps({**job, "node": self.node, **mine})))
+        first = read_job(self._store.compare_set("job", "", json.dumps({**job, "node": self.node, **mine})))
         named = f"that of node {first['node']} ({first['who']})"
         if first["nnodes"] != self.nnodes:
             raise InvalidArgumentError(
@@ -330,9 +337,9 @@ class Nodes:
     def _read_failure(self) -> None:
         """Note a failure that came after this node's ranks had ended: the job has failed all the same."""
         if self.other is None and self._store.check(["failed"]):
-            node, code, why = json.loads(self._store.get("failed"))
-            if node != self.node:
-                self.other = NodeFailure(node, code, why)
+            failure = read_failure(self._store.get("failed"))
+            if failure.node != self.node:
+                self.other = failure
 
     def _listen(self, ranks: list[int] | None = None) -> None:
         """Send heartbeats, and wait for the failure of another node.
@@ -352,7 +359,7 @@ class Nodes:
                 if node_ranks is not None and self._is_over(node_ranks, store):
                     return
                 store.wait(["failed"], pause)
-                node, code, why = json.loads(store.get("failed"))
+                node, code, why = read_failure(store.get("failed"))
             except StoreTimeoutError:
                 timed_out = False
                 continue
@@ -367,6 +374,8 @@ class Nodes:
                 if "," in self._store_address:
                     node, why = self.node, f"the job's store is lost: {error}"
                     lost = True
+            except DistStoreError as error:  # something has failed, or another job uses this store
+                node, code, why, lost = self.node, 1, str(error), True
             if lost or node != self.node:
                 self.other = NodeFailure(node, code, why)
                 self.when_failed()

@@ -42,6 +42,7 @@ from torchestra.process_group.reconfigure_handle import ReconfigureEndpoint, Rec
 from torchestra.store import PrefixStore, Store, TCPStore
 from torchestra.store.base import interruptible_sleep
 from torchestra.store.missing_keys import missing_indices
+from torchestra.store.unreadable import reading
 from torchestra.system.deadline import Deadline
 
 _LOOK_S = 0.25
@@ -184,10 +185,8 @@ class ReconfigureMeeting:
         return self._read(here.compare_set("verdict", "", told))
 
     def _read(self, verdict: bytes) -> DistBackendError | None:
-        if verdict == _ENTER:
-            return None
-        kind, ranks, why = json.loads(verdict)
-        return self._error(kind, ranks, why)
+        told = read_verdict(verdict, len(self._handles))
+        return None if told is None else self._error(*told)
 
     def _gone(self, rank: int) -> str:
         return f"rank {rank} ({self._handles[rank]}) has ended, or has destroyed its group"
@@ -203,3 +202,20 @@ class ReconfigureMeeting:
         if kind == _LATE:
             return CollectiveTimeoutError(text, tuple(ranks))
         return DistBackendError(text)
+
+
+def read_verdict(text: bytes, size: int) -> tuple[str, list[int], str] | None:
+    """Return why ``size`` ranks do not enter their group, and which of them it is about; None if they do.
+
+    Raises:
+        DistStoreError: it is something else.
+    """
+    if text == _ENTER:
+        return None
+    with reading("the verdict on a group to be reconfigured, in the store of its first rank"):
+        kind, ranks, why = json.loads(text)
+        if kind not in (_DEAD, _LATE, _REFUSED) or type(why) is not str:
+            raise ValueError(f"no verdict: {text!r:.100}")
+        if not all(type(each) is int and 0 <= each < size for each in ranks):
+            raise ValueError(f"not ranks of this group: {ranks!r:.100}")
+        return kind, ranks, why

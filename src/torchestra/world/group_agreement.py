@@ -13,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torchestra.arguments.annotations import check_integer
 from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError, shown
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.starting import refuse
 from torchestra.store.collective_errors import raise_on_all_ranks
+from torchestra.store.unreadable import reading
 from torchestra.world.registry import compact
 
 _FEW = 16
+_MOST_RANKS = 1 << 20  # of a group, as another rank tells them
 _MISMATCH, _CALL = b"x", b"c"  # the first byte of the value in the store
 
 
@@ -49,10 +51,18 @@ class GroupCall(NamedTuple):
 
     @staticmethod
     def decode(text: bytes) -> GroupCall:
-        """Return the call that :meth:`encode` has encoded."""
-        function, rank, names, told = json.loads(text[len(_CALL) :])
-        lists = [range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks) for ranks in told]
-        return GroupCall(function, rank, dict(zip(names, lists, strict=True)))
+        """Return the call that :meth:`encode` has encoded.
+
+        Raises:
+            DistStoreError: it is something else.
+        """
+        with reading("what groups another rank makes, in the store"):
+            function, rank, names, told = json.loads(text[len(_CALL) :])
+            if text[: len(_CALL)] != _CALL or type(function) is not str or type(rank) is not int:
+                raise ValueError(f"no call: {text!r:.100}")
+            if not all(type(name) is str for name in names):
+                raise ValueError(f"no names of groups: {names!r:.100}")
+            return GroupCall(function, rank, dict(zip(names, map(_ranks, told), strict=True)))
 
     @property
     def lists(self) -> list[Sequence[int]]:
@@ -114,8 +124,16 @@ def _check_same(parent: ProcessGroup, key: str, call: GroupCall) -> None:
         _mismatch(verdict)
 
 
+def _ranks(told: Any) -> Sequence[int]:
+    """Return the ranks of a group from JSON; ValueError and the like: it has none."""
+    ranks = range(*told["range"]) if isinstance(told, dict) else tuple(told)
+    if len(ranks) > _MOST_RANKS or not all(type(each) is int and each >= 0 for each in ranks):
+        raise ValueError(f"not ranks: {told!r:.100}")
+    return ranks
+
+
 def _mismatch(theirs: bytes, cause: BaseException | None = None) -> NoReturn:
-    raise CollectiveMismatchError(theirs[len(_MISMATCH) :].decode()) from cause
+    raise CollectiveMismatchError(theirs[len(_MISMATCH) :].decode(errors="replace")) from cause
 
 
 def _text(lists: Sequence[Sequence[int]]) -> str:

@@ -182,7 +182,14 @@ class Offer:
         read: dict[str, Any] = json.loads(text)
         terms = {**read["terms"], "members": tuple(read["terms"]["members"])}
         lists = {name: tuple(read[name]) for name in ("members", "previous", "lost")}
-        return cls(bytes.fromhex(read["key"]), Terms(**terms), joiners=dict(read["joiners"]), **lists)
+        offer = cls(bytes.fromhex(read["key"]), Terms(**terms), joiners=dict(read["joiners"]), **lists)
+        numbers = (*offer.members, *offer.previous, *offer.lost, *offer.terms.members)
+        ranks = [rank for rank, before in enumerate(offer.previous) if before == -1]
+        if not all(type(each) is int for each in (*numbers, offer.terms.generation)):
+            raise ValueError(f"it has something else than numbers: {text!r:.100}")
+        if len(offer.previous) != offer.size or sorted(offer.joiners.values()) != ranks:
+            raise ValueError(f"its ranks do not add up: {text!r:.100}")
+        return offer
 
 
 class Invitation(NamedTuple):
@@ -295,13 +302,17 @@ class Admission:
         self._store.set(f"offer/{offer.key.hex()}", offer.encode())
 
     def _remove_offers(self, generation: int) -> None:
-        lines = self._read("offers").decode().splitlines(keepends=True)
-        old = [line for line in lines if int(line.split(" ")[0]) < generation]
+        try:
+            lines = self._read("offers").decode().splitlines(keepends=True)
+            old = [line for line in lines if int(line.split(" ")[0]) < generation]
+            keys = [bytes.fromhex(line.split()[1]).hex() for line in old]
+        except _UNREADABLE as error:
+            raise _forged("the list of offers") from error
         # Only the proposer writes here, and a rank that has been a proposer before may still be on its way.
         left = "".join(line for line in lines if line not in old)
         if not old or self._store.compare_set("offers", "".join(lines), left).decode() != left:
             return
-        for key in (line.split()[1] for line in old):
+        for key in keys:
             self._delete(f"offer/{key}")
             self._delete(f"verdict/{key}")
 
@@ -339,14 +350,21 @@ class Admission:
         return self._store.compare_set(key, "", "")
 
     def _change_waiting(self, add: Sequence[JoinRequest] = (), remove: Collection[str] = ()) -> None:
-        before = self._read("waiting").decode()
+        before = _lines(self._read("waiting"))
         while True:
             kept = [line for line in before.splitlines(keepends=True) if line.split(" ", 1)[0] not in remove]
             after = "".join([*kept, *(request.encode() for request in add)])
-            found = self._store.compare_set("waiting", before, after).decode()
+            found = _lines(self._store.compare_set("waiting", before, after))
             if found == after:
                 return
             before = found
+
+
+def _lines(waiting: bytes) -> str:
+    try:
+        return waiting.decode()
+    except ValueError as error:
+        raise _forged("the list of those that wait to be let in") from error
 
 
 def _forged(what: str) -> DistBackendError:

@@ -40,7 +40,7 @@ from torchestra.engine.failure.hang_report import HostReport, hang_report
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
-from torchestra.engine.multihost.peer_values import ranks_in, read_text, warnings
+from torchestra.engine.multihost.peer_values import ranks_in, read_counts, read_text, warnings
 from torchestra.engine.multihost.remote_records import Answer, answer, understand
 from torchestra.engine.multihost.suspicion import PINGS_PER_BOUND, SuspicionTimers
 from torchestra.engine.recorder.callsites import call_site
@@ -289,10 +289,10 @@ class FailureDetector:
                 self._confirmed.add(host)
                 self._changed.notify_all()
         elif what == ControlMessage.ask:
-            question, operation = map(int, value)
+            question, operation = read_counts(value)
             self._do(partial(self._send_host_report, source, question, operation))
         else:
-            question, last = map(int, value)
+            question, last = read_counts(value)
             self._do(partial(self._recount, source, question, last, received_at))
 
     def _update(self, value: object) -> None:

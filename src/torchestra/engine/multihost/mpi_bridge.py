@@ -29,6 +29,7 @@ from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors,
 from torchestra.engine.multihost.mpi import limit_finalize, start_mpi
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
+from torchestra.store.unreadable import reading
 
 _AT_ONCE = 100
 """How often a wait polls before it sleeps in between."""
@@ -54,6 +55,19 @@ class _End(NamedTuple):
     rank: int
     size: int
     tag: int
+
+
+def read_ends(texts: Sequence[bytes]) -> list[_End]:
+    """Return what the ends have told.
+
+    Raises:
+        DistStoreError: it is something else.
+    """
+    with reading("what another host has told of its MPI, in the store"):
+        ends = [_End(*json.loads(text)) for text in texts]
+        if any(type(number) is not int for end in ends for number in end):
+            raise ValueError(f"no numbers: {ends!r:.100}")
+        return ends
 
 
 class _Work:
@@ -260,7 +274,7 @@ class MPIBridge(Bridge):
         while True:
             try:
                 store.wait(keys, _POLL_SECONDS)
-                return [_End(*json.loads(text)) for text in store.multi_get(keys)]
+                return read_ends(store.multi_get(keys))
             except StoreTimeoutError:
                 if self._closed:
                     raise BridgeError("this end was closed") from None

@@ -30,6 +30,13 @@ def read_text(value: object) -> str:
     return value
 
 
+def read_counts(value: object) -> list[int]:
+    """Return numbers, from 0 on, in a list that came as JSON. ValueError: it has something else."""
+    if not isinstance(value, list) or not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
+        raise ValueError(f"not a list of numbers: {value!r:.100}")
+    return value
+
+
 def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tuple[int, ...]]:
     """Yield the ranks in each word of a text, as ``3`` or ``3:1``.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from torchestra.store.replicated.messages import SESSION_BYTES, Entry
 from torchestra.store.table import Table
-from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request
+from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request, number
 from torchestra.store.tcp.requests import Waiting, Waker, answer
 
 READS = frozenset({Request.GET, Request.CHECK, Request.WAIT, Request.LIST, Request.QUEUE_LENGTH})
@@ -35,10 +35,10 @@ class Contents:
 
     def change(self, entry: Entry) -> Outcome:
         """Carry out a request that changes something, unless it has been carried out."""
-        number, outcome = self._answered.get(entry.session, (0, (Reply.OK, [])))
-        if entry.number > number + 1:
+        turn, outcome = self._answered.get(entry.session, (0, (Reply.OK, [])))
+        if entry.number > turn + 1:
             return Reply.REFUSED, [b"its session has been forgotten, for so many others were used since"]
-        if entry.number == number + 1:
+        if entry.number == turn + 1:
             outcome = self._outcome(entry.code, entry.fields, _no_client)
             self._answered[entry.session] = entry.number, outcome
         self._answered.move_to_end(entry.session)
@@ -68,19 +68,26 @@ class Contents:
             fields += (key.encode(), value)
         for key, queue in queues.items():
             fields += (key.encode(), str(len(queue)).encode(), *queue)
-        for session, (number, (code, answers)) in self._answered.items():
-            fields += (_SESSION.pack(session, number, code, len(answers)), *answers)
+        for session, (turn, (code, answers)) in self._answered.items():
+            fields += (_SESSION.pack(session, turn, code, len(answers)), *answers)
         return tuple(fields)
 
     def restore(self, snapshot: tuple[bytes, ...]) -> None:
-        """Hold what a :meth:`snapshot` has, and nothing else."""
+        """Hold what a :meth:`snapshot` has, and nothing else.
+
+        Raises:
+            ProtocolError: it is none; then nothing has changed.
+        """
         rest = iter(snapshot)
-        values, queues, sessions = _COUNTS.unpack(next(rest))
-        self._table.load(
-            dict(_named(rest) for _ in range(values)),
-            {key: _taken(rest, int(size)) for key, size in (_named(rest) for _ in range(queues))},
-        )
-        self._answered = OrderedDict(_session(rest) for _ in range(sessions))
+        try:
+            values, queues, sessions = _COUNTS.unpack(next(rest))
+            table = dict(_named(rest) for _ in range(values))
+            waiting = {key: _taken(rest, number(size)) for key, size in (_named(rest) for _ in range(queues))}
+            answered = OrderedDict(_session(rest) for _ in range(sessions))
+        except (struct.error, StopIteration, RuntimeError, ValueError) as error:
+            raise ProtocolError(f"not the state of a replica: {error}") from None
+        self._table.load(table, waiting)
+        self._answered = answered
 
 
 def _no_client(outcome: Outcome) -> bool:
@@ -96,5 +103,5 @@ def _taken(fields: Iterator[bytes], count: int) -> list[bytes]:
 
 
 def _session(fields: Iterator[bytes]) -> tuple[bytes, tuple[int, Outcome]]:
-    session, number, code, count = _SESSION.unpack(next(fields))
-    return session, (number, (Reply(code), _taken(fields, count)))
+    session, turn, code, count = _SESSION.unpack(next(fields))
+    return session, (turn, (Reply(code), _taken(fields, count)))

@@ -15,6 +15,8 @@ SESSION_BYTES = 16
 MAX_REQUEST = 1 << 28
 """How many bytes a request may have, so that some of them together fit into a message between replicas."""
 
+_END = 1 << 63  # no view, entry or incarnation has such a number
+
 _ENTRY = struct.Struct(">16sQBI")
 _HEAD = struct.Struct(">IIQQQQIII")
 
@@ -114,6 +116,8 @@ class Message:
             kind = Kind(code)
         except (struct.error, StopIteration, RuntimeError, ValueError) as error:
             raise ProtocolError(f"not a message of a replica: {error}") from None
+        if not (commit <= op and len(appended) <= op and max(view, normal_view, op, *incarnations) < _END):
+            raise ProtocolError(f"not a message of a replica: entry {op}, {commit} executed, view {view}")
         return cls(kind, sender, view, incarnations, normal_view, op, commit, appended, snapshot)
 
 
