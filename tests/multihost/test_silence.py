@@ -17,7 +17,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.multihost import failure_detector, peer_values
-from torchestra.engine.multihost.failure_detector import ControlMessage
+from torchestra.engine.multihost.control_message import ControlMessage
 from torchestra.engine.multihost.heartbeat_monitor import HeartbeatMonitor
 from torchestra.errors import GroupAbortedError
 from torchestra.monitor.metrics import HEARTBEAT_AGE, HEARTBEATS, _heartbeats
@@ -121,6 +121,7 @@ def detector_of(
     member, link = LoneMember(members[host][0]), Link()
     made = kind(HashStore(), hosts, host, member, BOUND)  # type: ignore[arg-type]
     made.attach(link)  # type: ignore[arg-type]
+    made.has_met = True
     return made, member, link
 
 
@@ -150,6 +151,26 @@ def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock
         ack(link, 2)
         gone = made.gone()
     assert gone == {4}  # it has had its time to be heard again
+
+
+def test_who_shrinks_pings_another_rank_of_a_host_than_one_that_is_gone(clock: Clock) -> None:
+    """Else it takes the host for silent: nobody answers for a leader that has died."""
+    made, _, link = detector_of([[0, 1], [2, 3], [4]], 0)
+    assert made.gone() == set()
+    assert sorted(link.pinged()) == [2, 4]
+    clock.now += BOUND / 4
+    made.gone({2})  # as its own host says, in the registers
+    assert sorted(link.pinged()) == [3, 4]
+
+
+def test_a_rank_answers_others_before_it_has_met_all_and_pings_nobody(clock: Clock) -> None:
+    """They have met all, so they know it; but it cannot know whether others do."""
+    made, _, link = detector_of([[0], [1]], 0)
+    made.has_met = False
+    made.check()
+    assert not link.said
+    link.receive(1, ControlMessage.ping, [[], [], []])
+    assert [(rank, what) for rank, what, _ in link.said] == [(1, ControlMessage.ack)]
 
 
 NONSENSE = [

@@ -20,7 +20,7 @@ from test_hosts_shrink import meet as meet_by_the_store
 import torchestra as dist
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, choose_bridge
-from torchestra.engine.multihost.failure_detector import ControlMessage
+from torchestra.engine.multihost.control_message import ControlMessage
 from torchestra.engine.multihost.group_transport import Channel
 from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack
 from torchestra.errors import InvalidArgumentError

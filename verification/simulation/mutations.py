@@ -1,6 +1,6 @@
 """Ways to break the product's protocols, each with a run that shows it.
 
-Some are defects that the simulation has found, put back: the first four, the first two of RPC, and the first
+Some are defects that the simulation has found, put back: the first seven, the first two of RPC, and the first
 three of autograd.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -17,6 +18,8 @@ from torchestra.autograd.contexts import Context, ContextContainer
 from torchestra.autograd.graph_task import GraphTask, Key
 from torchestra.autograd.send_recv import RecvRpc, SendRpc
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement
+from torchestra.engine.multihost import shrinking
+from torchestra.engine.multihost.control_message import ControlMessage
 from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.store_registers import StoreRegisters
 from torchestra.engine.multihost.suspicion import SuspicionTimers
@@ -51,9 +54,9 @@ class Mutation(NamedTuple):
         says: a part of what the failure says.
     """
 
-    owner: type
+    owner: type | ModuleType
     method: str
-    replacement: Callable[..., Any]
+    replacement: object
     world: Callable[[Plan], World]
     plan: Plan
     says: str
@@ -78,8 +81,8 @@ class Mutation(NamedTuple):
 
     def _others(self) -> Iterator[Plan]:
         planners: dict[object, list[Callable[[int], Plan]]] = {
-            GroupsWorld: [groups.plan],
-            MessagesWorld: [messages.plan],
+            GroupsWorld: [groups.plan, _reset_while_shrinking],
+            MessagesWorld: [messages.plan, _death_while_meeting],
             RpcWorld: [rpc.plan],
             AutogradWorld: [rpc.plan, _late_crash],
         }
@@ -93,6 +96,18 @@ def _void_as_an_outsider(self: MembershipAgreement, ballot: Ballot) -> bool:
 
 def _watch_nobody(self: FailureDetector, hosts: Sequence[int]) -> None:
     pass
+
+
+def _ping_the_dead(self: FailureDetector, host: int) -> int | None:
+    there = [rank for rank in self.hosts.on(host) if rank not in self.dead | self.left]
+    return next((rank for rank in there if rank not in self._unreachable), there[0] if there else None)
+
+
+def _answer_nobody_while_meeting(
+    self: FailureDetector, rank: int, what: ControlMessage, value: object
+) -> None:
+    if self.has_met:
+        _say(self, rank, what, value)
 
 
 def _accuse_nobody(self: StoreRegisters) -> set[int]:
@@ -207,7 +222,7 @@ def _await_the_gone(
     _await(self, is_ready, tuple, doing)
 
 
-_flush = PairConnection.flush
+_say, _flush = FailureDetector._say, PairConnection.flush
 _fork, _remove_lost, _execute = RRefContext.fork, RRefContext.remove_lost, CallExecutor.execute
 _note_received, _break_off = PairConnection.note_received, PairConnection.break_off
 _note_too_late = Context.note_too_late
@@ -217,6 +232,19 @@ _send_gradients, _await = GraphTask._send, GraphTask._await
 
 def _plan(hosts: Sequence[int], *faults: Fault, preemption: float = 0.0, most_turns: int = 20_000) -> Plan:
     return Plan(0, hosts, preemption, Quality(), [*faults], most_turns)
+
+
+def _reset_while_shrinking(seed: int) -> Plan:
+    """Return a run in which the leader of a host dies, and then the connections of its host are reset."""
+    crash = Fault(1.9, "crash", 4, 0, 0, 0.0)
+    reset = Fault(2.4 + 0.05 * seed, "reset", 0, 1, -1, 0.0)
+    return Plan(seed, (0, 0, 0, 0, 1, 1, 1, 1), 0.0, Quality(0.002, 0.01), [crash, reset], most_turns=60_000)
+
+
+def _death_while_meeting(seed: int) -> Plan:
+    """Return a run in which a rank dies that some others have met, or all."""
+    crash = Fault(1.05 + 0.005 * seed, "crash", 2, 0, 0, 0.0)
+    return Plan(seed, range(8), 0.0, Quality(0.002, 0.01, 0.15, 0.02), [crash], most_turns=60_000)
 
 
 def _late_crash(seed: int) -> Plan:
@@ -257,6 +285,20 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "watch nobody": Mutation(
         FailureDetector, "watch", _watch_nobody, GroupsWorld, _TRIANGLE, "waited for its time-out"
+    ),
+    "ping the dead": Mutation(
+        FailureDetector, "_contact", _ping_the_dead, GroupsWorld, _reset_while_shrinking(6), "was left out"
+    ),
+    "enter only once": Mutation(
+        shrinking, "_MOST_FAILURES", 0, GroupsWorld, _reset_while_shrinking(6), "shrink() ended with"
+    ),
+    "answer nobody while meeting": Mutation(
+        FailureDetector,
+        "_say",
+        _answer_nobody_while_meeting,
+        MessagesWorld,
+        _death_while_meeting(0),
+        "which is well",
     ),
     "count time without looks": Mutation(
         SuspicionTimers,

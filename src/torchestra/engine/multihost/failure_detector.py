@@ -29,9 +29,8 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict
-from enum import IntEnum
 from functools import partial
 
 from torchestra.engine import layout as at
@@ -39,6 +38,7 @@ from torchestra.engine.diagnosis.facts import RankFacts, read_facts
 from torchestra.engine.failure.hang_report import HostReport, hang_report
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.multihost.control_message import REPLIES, ControlMessage
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.peer_values import ranks_in, read_counts, read_text, warnings
 from torchestra.engine.multihost.remote_records import Answer, answer, understand
@@ -57,25 +57,6 @@ _RESEND_SECONDS = 0.1
 _MOST_WATCHED = 4
 
 
-class ControlMessage(IntEnum):
-    """The type of a message of the control channel; its text is JSON.
-
-    ``ping`` and ``ack``: ranks that have died, that have left, hosts that are silent; the acknowledgement
-    of a ping also the line of the sender's program. ``abort``: why the group is over, the ranks that have
-    failed, where ranks stand; ``confirm``: the sender knows that. ``ask``: the number of the question and
-    of an operation; ``recount``: of the
-    question, and how many entries of each rank to tell; ``answer``: of the question, and then the answer.
-    """
-
-    ping = 1
-    ack = 2
-    abort = 3
-    confirm = 4
-    ask = 5
-    recount = 6
-    answer = 7
-
-
 class FailureDetector:
     """One rank's view of the other hosts.
 
@@ -90,7 +71,10 @@ class FailureDetector:
         begun: how many operations of the group this rank has begun; set by the code that counts them.
         dead, left: ranks of other hosts, in the group's numbering, that have died, or left the group.
         silent: hosts that have been given up.
+        has_met: all ranks know each other, so this one may ping.
     """
+
+    has_met = False
 
     def __init__(self, store: Store, hosts: Hosts, host: int, context: RankContext, bound: float) -> None:
         self.store = store
@@ -108,6 +92,7 @@ class FailureDetector:
         self._timers = SuspicionTimers(2 * self.interval)
         self._transport: GroupTransport | None = None
         self._unreachable: set[int] = set()
+        self._said_gone: set[int] = set()
         self._pinged: dict[int, float] = {}  # by host: when
         self._received_at: dict[int, float] = {}  # by host: when bytes came last, by the transport's clock
         self._lock = threading.RLock()
@@ -123,7 +108,7 @@ class FailureDetector:
         self._last_seen: dict[int, str] = {}  # by host: the line of the program of the rank that spoke for it
 
     def attach(self, transport: GroupTransport) -> None:
-        """Begin to listen, once this rank can reach those on other hosts."""
+        """Begin to listen, and to answer ranks that have met all others already."""
         self._transport = transport
         transport.listen(Channel.control, self._arrived, self._lose_connection)
 
@@ -131,7 +116,7 @@ class FailureDetector:
 
     def _contact(self, host: int) -> int | None:
         """Return the rank that speaks for a host; None if there is none any more."""
-        gone = self.dead | self.left
+        gone = self.dead | self.left | self._said_gone
         there = [rank for rank in self.hosts.on(host) if rank not in gone]
         return next((rank for rank in there if rank not in self._unreachable), there[0] if there else None)
 
@@ -139,9 +124,10 @@ class FailureDetector:
         """Return whether a host is known to have no rank left that answers for it."""
         return host in self.silent or self._contact(host) is None
 
-    def _say(self, rank: int, what: ControlMessage, value: object, raw: bytes = b"") -> None:
-        if self._transport is not None:
-            self._transport.link.post_text(rank, Channel.control, what, json.dumps(value).encode() + raw)
+    def _say(self, rank: int, what: ControlMessage, value: object) -> None:
+        # While the ranks still meet, only who says something is sure to know this rank.
+        if self._transport is not None and (self.has_met or what in REPLIES):
+            self._transport.link.post_text(rank, Channel.control, what, json.dumps(value).encode())
 
     def _updates(self) -> list[list[int]]:
         """Return the ranks that are gone as far as this one knows: dead, left, and silent hosts."""
@@ -174,27 +160,30 @@ class FailureDetector:
             self.ping(host)
         return "died" if rank in self.dead else "destroyed the group" if rank in self.left else None
 
-    def gone(self) -> frozenset[int]:
+    def gone(self, said_gone: Set[int] = frozenset()) -> frozenset[int]:
         """Return the ranks on other hosts that have died or left, and those of silent hosts.
 
         For callers that look repeatedly: the result may be an eighth of the heartbeat bound old.
+
+        Args:
+            said_gone: ranks that are gone, as ranks of their hosts say; from now on it pings others.
         """
+        failed, host_of = self._failed_ranks(), self.hosts.host_of
+        wholly = {host for host in self._others if failed.issuperset(self.hosts.on(host))}
+        self._said_gone.update(said_gone, (rank for rank in failed if host_of[rank] not in wholly))
         for host in self._others:
             self._ping_if_due(host)
         silent = self._suspect(self._others)
         with self._lock:
-            lost = self.silent | silent | self._failed_hosts()
+            # A host given up with all its ranks is lost until it is heard from.
+            lost = self.silent | silent | (wholly - self._heard_since)
             ranks = (rank for host in lost for rank in self.hosts.on(host))
             return frozenset(self.dead | self.left).union(ranks)
 
-    def _failed_hosts(self) -> set[int]:
-        """Return hosts that were given up with all their ranks, and that have not been heard from since."""
-        if not self._context.is_aborted:
-            return set()
-        error = self._context.aborted()
-        failed = frozenset(error.ranks if isinstance(error, RankFailedError) else ())
-        silent = (host for host in self._others if host not in self._heard_since)
-        return {host for host in silent if failed.issuperset(self.hosts.on(host))}
+    def _failed_ranks(self) -> frozenset[int]:
+        """Return the ranks because of which the group was aborted."""
+        error = self._context.aborted() if self._context.is_aborted else None
+        return frozenset(error.ranks if isinstance(error, RankFailedError) else ())
 
     def _suspect(self, hosts: Sequence[int]) -> set[int]:
         """Return which of some hosts with ranks that have not gone are to be given up."""
@@ -212,7 +201,7 @@ class FailureDetector:
 
         A rank that waits calls it again and again. More need no ping: it waits until these have come anyway.
         """
-        if self._transport is None:  # while the ranks still meet
+        if not self.has_met:
             return
         hosts = hosts[:_MOST_WATCHED]
         for host in hosts:

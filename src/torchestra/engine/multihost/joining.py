@@ -114,7 +114,6 @@ def _connect(
         local.choices = replace(local.choices, eager=-1)
         hierarchy = Hierarchy(local, hosts, transport.rank, end, detector, name)
         _exchange_endpoints(hierarchy, transport, _rest(deadline))
-        detector.attach(transport)
         if isinstance(detector, HeartbeatMonitor):
             detector.start()
         return MultiHostEngine(hierarchy, PointToPoint(transport, hierarchy, bridge))
@@ -167,7 +166,9 @@ def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout
     records = torch.empty((hierarchy.hosts.size, RECORD_BYTES), dtype=torch.uint8)
     broadcast_gather.all_gather(hierarchy, list(records), own, call())
     transport.expect(records.numpy().tobytes())
+    hierarchy.detector.attach(transport)  # else those that have met all others take this one for silent
     hierarchy.agree(call())  # nobody connects to a rank that does not know it yet
+    hierarchy.detector.has_met = True
 
 
 def _read_terms(terms: bytes, size: int) -> tuple[int, str, float]:

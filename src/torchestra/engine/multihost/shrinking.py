@@ -25,13 +25,16 @@ from torchestra.engine.membership.growing import GrownGroup, Growth
 from torchestra.engine.membership.shrinking import run_alone
 from torchestra.engine.multihost.hierarchy import Hierarchy
 from torchestra.engine.multihost.store_registers import StoreRegisters
-from torchestra.errors import DistError, DistNetworkError, DistStoreError
+from torchestra.errors import DistError, DistNetworkError, DistStoreError, GroupAbortedError
 from torchestra.store import PrefixStore, Store
 from torchestra.system.deadline import Deadline
 
 _FIRST_INTERVAL, _LONGEST_INTERVAL, _INTERVAL_PER_RANK = 0.005, 0.1, 0.001
 _EXPLANATION_BOUNDS = 1.5
 """In how many heartbeat bounds it is known whether entering has failed because another rank has died."""
+
+_MOST_FAILURES = 2
+"""How often an attempt tries again to enter a new group that has failed: connections may have been reset."""
 
 _SETTLING_BOUNDS = 2
 """For how many heartbeat bounds a rank that an epoch does not name leaves it to those that it names."""
@@ -157,11 +160,13 @@ class _StoreEpochEntry(Generic[E]):
         detector = hierarchy.detector
         self._gone = detector.gone
         self._entry: EntryThread[E] | None = None
+        self._failures = 0
 
     def gone(self) -> set[int]:
         context = self._hierarchy.context
         self._registers.report_gone(set(context.to_group_ranks(context.gone())))
-        return self._registers.gone() | self._gone()
+        said_gone = self._registers.gone()
+        return said_gone | self._gone(said_gone)
 
     def offer(self, ballot: Ballot, survivors: Sequence[int]) -> bytes:
         return b""
@@ -181,7 +186,13 @@ class _StoreEpochEntry(Generic[E]):
                 error_delay_s,
                 lambda: self._cancel(store, hosts),
             )
-        return self._entry.has_entered()
+        try:
+            return self._entry.has_entered()
+        except (GroupAbortedError, DistNetworkError):
+            self._failures += 1
+            if self._failures > _MOST_FAILURES:
+                raise
+            return None
 
     def wait(self, seconds: float) -> None:
         if self._entry is None:
