@@ -305,7 +305,7 @@ MUTATIONS: dict[str, Mutation] = {
         "silent_seconds",
         _count_time_without_looks,
         MessagesWorld,
-        messages.plan(76),
+        messages.plan(123),
         "which is well",
     ),
     "take messages twice": Mutation(
