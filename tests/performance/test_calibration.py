@@ -65,7 +65,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         (("link", "classes", 1, "up_to_bytes"), 9, "only the last has up_to_bytes None"),
         (("step", "times", 0, "ready_s"), [0.2, 0.1], "StepTimes.ready_s must be >= 0 and must not fall"),
         (("step", "bucket_bytes"), [1], "1 ranks have 2 times ready_s for 1 buckets"),
-        (("version",), 2, "not a calibration of version 1"),
+        (("version",), 1, "not a calibration of version 2"),
     ],
 )
 def test_a_damaged_file_is_refused_by_the_name_of_the_field(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
+from machines import HOST
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.api import launch
-from torchestra.performance.host import HostOptions, default_ranks
+from torchestra.performance.host import HostOptions, default_ranks, fitted_switch_s
 from torchestra.performance.host_timing import time_rates, time_waits
+from torchestra.performance.machine import Machine
+from torchestra.performance.prediction import steady_state_seconds
 from torchestra.performance.sampling import summarise
+from torchestra.performance.workload import Operation
 
 
 def test_all_ranks_time_every_kind_of_rate() -> None:
@@ -50,3 +55,13 @@ def test_the_numbers_of_ranks_by_default() -> None:
 def test_options_that_make_no_sense(options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgumentError):
         HostOptions(**options)  # type: ignore[arg-type]
+
+
+def test_the_switch_is_the_one_that_most_operations_agree_on() -> None:
+    host = replace(HOST, cores=2)
+    slower = Machine(1, 4, replace(host, switch_s=3 * host.switch_s))
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    operations = [Operation("barrier", 0), *(Operation(name, 4) for name in names)]
+    measured = {each: steady_state_seconds(each, slower) for each in operations}
+    measured[operations[0]] /= 2  # a barrier that goes from rank to rank in another order
+    assert fitted_switch_s(host, 4, measured) == pytest.approx(3 * host.switch_s, rel=0.12)

@@ -15,7 +15,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.errors import InvalidArgumentError
 from torchestra.performance.recording import Recorder, Recording
-from torchestra.performance.schedule import AwaitFlag, Copy, Event, Fetch, Reduce, Send, SetFlag
+from torchestra.performance.schedule import AwaitFlag, Copy, Event, Fetch, Reduce, Send, SetFlag, Written
 from torchestra.performance.workload import Operation
 from worlds import run
 
@@ -86,6 +86,9 @@ def test_on_one_host_the_flags_are_those_that_ranks_set(ranks: int) -> None:
             assert (recording.flags[0] >> at.STEP_BITS, last & ((1 << at.STEP_BITS) - 1)) == expected, name
 
 
+_MOVES = (Copy, Written, Fetch, Reduce)
+
+
 def moved(events: list[Event], *kinds: type) -> int:
     """Return the bytes of all events of these kinds."""
     return sum(
@@ -105,6 +108,22 @@ def test_the_bytes_of_an_all_reduce_are_counted_once() -> None:
         for kind in (Copy, Fetch)
     }
     assert new == {Copy: nbytes // 2, Fetch: 0}  # what was copied out is not new when it comes back
+
+
+def test_memory_that_is_touched_first_comes_from_where_all_of_it_fits() -> None:
+    """A rank alone copies its tensor into its buffer, and from there into the other tensor."""
+    nbytes = 1 << 20
+    (events,) = Recorder(1, 1).record(Operation("all_gather_into_tensor", nbytes)).events.values()
+    far = {kind: sum(e.nbytes for e in events if type(e) is kind and e.working_set_bytes) for kind in _MOVES}
+    assert far == {Copy: nbytes, Written: 2 * nbytes, Fetch: 0, Reduce: 0}
+    (footprint,) = {e.working_set_bytes for e in events if isinstance(e, _MOVES) and e.working_set_bytes}
+    assert 3 * nbytes <= footprint <= 3 * nbytes + (64 << 10)  # two tensors and two buffers of half as much
+
+
+def test_the_result_of_a_reduction_in_other_memory_costs_its_writing_and_no_copy_besides() -> None:
+    (events,) = Recorder(1, 1).record(Operation("reduce_scatter_tensor", 1 << 20)).events.values()
+    assert moved(events, Fetch, Copy) == 0
+    assert sum(e.nbytes for e in events if isinstance(e, Written)) == 1 << 20
 
 
 def test_every_wait_is_for_a_flag_that_is_set() -> None:

@@ -35,7 +35,7 @@ __all__ = [
     "rate_at",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of the file. A file of another version is refused."""
 
 
@@ -43,13 +43,13 @@ VERSION = 1
 class Rate:
     """The speed of each of ``ranks`` ranks of a host that do the same at once.
 
-    An operation goes through tensors of a rank and through buffers that ranks share. The buffers stay in the
-    caches; the tensors come from the level that they fit into.
+    An operation goes through tensors of a rank and through buffers that ranks share. What it goes through
+    each time comes from the level of the caches that all of it fits into.
 
     Attributes:
         ranks: how many. They share memory's bandwidth and the caches; beyond the cores they take turns, and
             the time for which others have the core does not count.
-        working_set_bytes: the size of a rank's tensor.
+        working_set_bytes: the memory that a rank goes through each time: its tensors and its buffer.
         bytes_per_s: of one rank: for a copy, bytes copied; for a reduction, bytes read from all sources.
     """
 
@@ -67,8 +67,9 @@ class SwitchTime:
 
     Attributes:
         ranks: how many are on the host.
-        switch_s: what one switch takes where a barrier of them takes what was measured. It has more than the
-            system's switch in it: switches to ranks that have to wait on, and caches that others have used.
+        switch_s: what one switch takes for small operations of them to take what was measured. It has more
+            than the system's switch in it: switches to ranks that have to wait on, and caches that others
+            have used.
     """
 
     ranks: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torchestra.engine.operations import COLLECTIVES
@@ -12,20 +13,35 @@ from torchestra.launcher.api import launch
 from torchestra.launcher.cores import usable_cores
 from torchestra.monitor.operation_timing import Cell, time_operations
 from torchestra.performance.calibration import HostCalibration, Rate, SwitchTime
-from torchestra.performance.host_timing import time_rates, time_slices, time_waits
+from torchestra.performance.host_timing import time_rates, time_slices, time_waits, working_set_bytes
 from torchestra.performance.machine import Machine
-from torchestra.performance.prediction import steady_state_seconds
+from torchestra.performance.prediction import steady_state
 from torchestra.performance.sampling import Measured, check_quantile, summarise
 from torchestra.performance.workload import Operation
 
-__all__ = ["HostOptions", "Progress", "default_ranks", "measure_host"]
+__all__ = ["HostOptions", "Progress", "default_ranks", "fitted_switch_s", "measure_host"]
 
 Progress = Callable[[str], None]
 """Called with a line that says what is measured next."""
 
-_WORKING_SETS = (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20)
+_TENSOR_BYTES = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 64 << 20)
 _MAX_BYTES = 1 << 29  # of all ranks' tensors together
 _MAX_RANKS = 16
+_MEETINGS = (
+    Cell("barrier", "float32", 0),
+    *(
+        Cell(name, "float32", 4)
+        for name in (
+            "all_reduce",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all_single",
+        )
+    ),
+)
+"""Operations in which all ranks wait for all, which tell what a switch between ranks takes."""
+_FINEST, _LEAST_STEP, _MOST_STEP = 1.12, -12, 25
+"""A switch is looked for from a quarter of that of two ranks to 15 times as long, in such steps."""
 
 
 @dataclass(frozen=True)
@@ -99,22 +115,31 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
     switches = []
     for ranks in counts:
         if ranks > cores:
-            progress(f"a barrier of {ranks} ranks")
-            barrier = launch(time_operations, ranks, [Cell("barrier", "", 0)], options.seconds / 3, False)[0][
-                0
-            ]
-            switches.append(SwitchTime(ranks, _fitted_switch_s(host, ranks, barrier.median_us / 1e6)))
+            progress(f"small operations of {ranks} ranks")
+            seconds = options.seconds / len(_MEETINGS)
+            timings = launch(time_operations, ranks, _MEETINGS, seconds, False)[0]
+            measured = {
+                Operation(cell.operation, cell.nbytes): timing.median_us / 1e6
+                for cell, timing in zip(_MEETINGS, timings, strict=True)
+            }
+            switches.append(SwitchTime(ranks, fitted_switch_s(host, ranks, measured)))
     return replace(host, switches=tuple(switches)), spread
 
 
-def _fitted_switch_s(host: HostCalibration, ranks: int, barrier_s: float) -> float:
-    """Return how long a switch takes if a simulated barrier is to take what was measured."""
-    low_s, high_s = host.switch_s, 2 * host.switch_s
-    low, high = (
-        steady_state_seconds(Operation("barrier", 0), Machine(1, ranks, replace(host, switch_s=each)))
-        for each in (low_s, high_s)
-    )
-    return max(0.0, low_s + (barrier_s - low) / max(1e-12, high - low) * (high_s - low_s))
+def fitted_switch_s(host: HostCalibration, ranks: int, measured: Mapping[Operation, float]) -> float:
+    """Return how long a switch takes if simulated operations are to take what was measured.
+
+    How often a core goes from rank to rank in one operation depends on which rank comes first, in the
+    simulation and on the machine, and may be once in one operation and twice in another that is hardly
+    longer. So no operation alone tells; it is the time that fits several of them best.
+    """
+    predictions = {each: steady_state(each, Machine(1, ranks, host)) for each in measured}
+
+    def misfit(switch_s: float) -> float:
+        machine = Machine(1, ranks, replace(host, switch_s=switch_s))
+        return sum(abs(math.log(predictions[each](machine) / seconds)) for each, seconds in measured.items())
+
+    return min((host.switch_s * _FINEST**step for step in range(_LEAST_STEP, _MOST_STEP)), key=misfit)
 
 
 def _measured_waits(options: HostOptions) -> dict[str, Measured]:
@@ -126,7 +151,7 @@ def _measured_waits(options: HostOptions) -> dict[str, Measured]:
 
 def _measured_rates(ranks: int, options: HostOptions) -> Iterator[tuple[str, list[Rate], float]]:
     """Yield each kind of rate, its numbers by working set, and the widest spread among them."""
-    sizes = [nbytes for nbytes in _WORKING_SETS if nbytes * ranks <= _MAX_BYTES] or [_WORKING_SETS[0]]
+    sizes = [nbytes for nbytes in _TENSOR_BYTES if nbytes * ranks <= _MAX_BYTES] or [_TENSOR_BYTES[0]]
     found = launch(time_rates, ranks, sizes, options.seconds / len(sizes))
     for kind in ("copy", "fetch", "reduce"):
         measured = {
@@ -134,5 +159,7 @@ def _measured_rates(ranks: int, options: HostOptions) -> Iterator[tuple[str, lis
             nbytes: summarise([*itertools.chain(*(one[nbytes][kind] for one in found))], 1 - options.quantile)
             for nbytes in sizes
         }
-        rates = [Rate(ranks, nbytes, each.value) for nbytes, each in measured.items()]
+        rates = [
+            Rate(ranks, working_set_bytes(kind, nbytes), each.value) for nbytes, each in measured.items()
+        ]
         yield kind, rates, max(each.spread for each in measured.values())

@@ -24,7 +24,7 @@ from torchestra.errors import DistBackendError
 from torchestra.performance import probes
 from torchestra.types import ReduceOp
 
-__all__ = ["CHUNK_BYTES", "RateSamples", "time_rates", "time_slices", "time_waits"]
+__all__ = ["CHUNK_BYTES", "RateSamples", "time_rates", "time_slices", "time_waits", "working_set_bytes"]
 
 CHUNK_BYTES = 128 << 10
 """The longest part of a tensor that goes through a buffer at once."""
@@ -40,7 +40,7 @@ _SWITCHED_S = 100e-6
 """A rank that did not run for longer has lost its core to another."""
 
 RateSamples = dict[int, dict[str, list[float]]]
-"""By working set in bytes: bytes per second of each chunk, by ``copy``, ``fetch`` and ``reduce``."""
+"""By the size of a tensor in bytes: bytes per second of each chunk, by ``copy``, ``fetch`` and ``reduce``."""
 
 
 def time_waits(seconds: float) -> dict[str, list[float]]:
@@ -112,18 +112,28 @@ def time_slices(seconds: float) -> list[float]:
         return slices[1:]
 
 
-def time_rates(working_sets: Sequence[int], seconds: float) -> RateSamples:
+def working_set_bytes(kind: str, nbytes: int) -> int:
+    """Return how much memory a rank goes through that is timed with tensors of so many bytes.
+
+    For a copy, out of one tensor and into another, these and the buffer; for a reduction one tensor, the
+    buffer, and the chunk that is put into it.
+    """
+    chunk = min(nbytes, CHUNK_BYTES)
+    return nbytes + 2 * chunk if kind == "reduce" else 2 * nbytes + chunk
+
+
+def time_rates(sizes: Sequence[int], seconds: float) -> RateSamples:
     """On any number of ranks, return samples of how fast this rank goes through tensors while all others do.
 
     Args:
-        working_sets: the sizes of the tensors in bytes, multiples of 4.
+        sizes: of the tensors in bytes, multiples of 4.
         seconds: about how long to take samples of each; at least two passes through the tensor are made.
 
     Raises:
         DistBackendError: another rank is gone.
     """
     with _Meeting() as meeting:
-        return {nbytes: _rates(meeting, nbytes, seconds) for nbytes in working_sets}
+        return {nbytes: _rates(meeting, nbytes, seconds) for nbytes in sizes}
 
 
 def _rates(meeting: _Meeting, nbytes: int, seconds: float) -> dict[str, list[float]]:

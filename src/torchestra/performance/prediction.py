@@ -23,7 +23,15 @@ from torchestra.performance.schedule import (
 from torchestra.performance.simulation import Run, run
 from torchestra.performance.workload import Operation, Pause, Step, Workload
 
-__all__ = ["Prediction", "predict", "predict_step", "schedule_of", "steady_state_seconds", "step_of"]
+__all__ = [
+    "Prediction",
+    "predict",
+    "predict_step",
+    "schedule_of",
+    "steady_state",
+    "steady_state_seconds",
+    "step_of",
+]
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,18 @@ def predict(workload: Workload, machine: Machine, choices: Choices | None = None
 
 def steady_state_seconds(operation: Operation, machine: Machine, calls: int = 12) -> float:
     """Return the seconds of one of many calls that follow each other."""
-    several, one = (predict([operation] * number, machine).seconds for number in (calls, 1))
-    return (several - one) / (calls - 1)
+    return steady_state(operation, machine, calls)(machine)
+
+
+def steady_state(operation: Operation, machine: Machine, calls: int = 12) -> Callable[[Machine], float]:
+    """Return :func:`steady_state_seconds` as a function of machines with as many hosts and ranks."""
+    schedules = [schedule_of([operation] * number, machine) for number in (calls, 1)]
+
+    def seconds(other: Machine) -> float:
+        several, one = (run(schedule, other).seconds for schedule in schedules)
+        return (several - one) / (calls - 1)
+
+    return seconds
 
 
 def step_of(calibration: StepCalibration, machine: Machine) -> Step:

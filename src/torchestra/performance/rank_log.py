@@ -5,24 +5,36 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from torchestra.performance.schedule import AwaitFlag, Copy, Event, Fetch, Overhead, Reduce, SetFlag
+from torchestra.performance.schedule import (
+    AwaitFlag,
+    Copy,
+    Event,
+    Fetch,
+    Overhead,
+    Reduce,
+    SetFlag,
+    Written,
+)
 from torchestra.performance.turns import wait_for
 
 __all__ = ["RankLog", "ThreadObserver", "current_log", "set_current_log"]
 
 _mine = threading.local()
 _PAGE = 4096  # as fine as it is noted which memory was touched
+_Kind = type[Copy] | type[Fetch] | type[Written] | type[Reduce]
+_Kinds = Copy | Fetch | Written | Reduce
 
 
 class RankLog:
     """The events of one rank in one operation.
 
     Copies and reductions between two other events are added up: their order makes no difference in time.
-    Memory of the rank's tensors that is touched for the first time comes from the cache that the tensors fit
-    into; after that, and in buffers, it is in a near one.
+    The rank's own memory, tensors and buffers, that is touched for the first time comes from the cache that
+    all of it fits into; after that it is in a near one.
 
     Args:
         unit: bytes of an element of what is reduced.
@@ -38,8 +50,8 @@ class RankLog:
         self._tensors = sorted(tensors.items())
         self._starts = [start for start, _ in self._tensors]
         self._touched = [np.zeros(nbytes // _PAGE + 2, dtype=bool) for _, nbytes in self._tensors]
-        self._working_set_bytes = sum(tensors.values())
-        self._sums: dict[tuple[type[Copy | Fetch | Reduce], int], int] = {}
+        self._buffer_pages: set[int] = set()
+        self._sums: dict[tuple[_Kind, bool], int] = {}
 
     def add(self, event: Event) -> None:
         """Write an event, after the copies and reductions before it."""
@@ -48,18 +60,28 @@ class RankLog:
 
     def flush(self) -> None:
         """Write the copies and reductions since the last event."""
-        for (kind, working_set_bytes), nbytes in self._sums.items():
-            self.events.append(kind(nbytes, working_set_bytes))
+        for (kind, is_new), nbytes in self._sums.items():
+            self.events.append(kind(nbytes, int(is_new)))
         self._sums.clear()
+
+    def end(self) -> None:
+        """End the operation: now it is known how much memory it goes through."""
+        self.flush()
+        working_set_bytes = sum(nbytes for _, nbytes in self._tensors) + _PAGE * len(self._buffer_pages)
+        self.events = [
+            replace(event, working_set_bytes=working_set_bytes)
+            if isinstance(event, _Kinds) and event.working_set_bytes
+            else event
+            for event in self.events
+        ]
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Note a copy."""
         if self._holds(target) and not self._holds(source):
             self._note(Fetch, nbytes, self._touch(target, nbytes))
         else:
-            new = self._touch(source, nbytes)
-            self._touch(target, nbytes)
-            self._note(Copy, nbytes, new)
+            self._note(Copy, nbytes, self._touch(source, nbytes))
+            self._note(Written, written := self._touch_any(target, nbytes), written)
 
     def copy_elsewhere(self, nbytes: int) -> None:
         """Note a copy of memory that the operation has just written, wherever it is."""
@@ -72,14 +94,13 @@ class RankLog:
         new = 2 * sum(self._touch(source, nbytes) for source in sources)
         self._note(Reduce, len(sources) * nbytes, min(len(sources) * nbytes, new))
         if written := self._touch(target, nbytes):
-            self._note(Fetch, written, written)
+            self._note(Written, written, written)
 
-    def _note(self, kind: type[Copy | Fetch | Reduce], nbytes: int, new: int) -> None:
+    def _note(self, kind: _Kind, nbytes: int, new: int) -> None:
         """Add up; of the bytes, so many belong to memory that was not touched before."""
-        for part, working_set_bytes in ((new, self._working_set_bytes), (nbytes - new, 0)):
+        for part, is_new in ((new, True), (nbytes - new, False)):
             if part > 0:
-                key = kind, working_set_bytes
-                self._sums[key] = self._sums.get(key, 0) + part
+                self._sums[kind, is_new] = self._sums.get((kind, is_new), 0) + part
 
     def _holds(self, address: int) -> bool:
         return self._tensor_of(address) >= 0
@@ -98,6 +119,14 @@ class RankLog:
         new = len(pages) - int(np.count_nonzero(pages))
         pages[:] = True
         return nbytes * new // max(1, len(pages))
+
+    def _touch_any(self, address: int, nbytes: int) -> int:
+        """:meth:`_touch`, also of the rank's buffers."""
+        if nbytes < _PAGE or self._holds(address):
+            return self._touch(address, nbytes)
+        before = len(self._buffer_pages)
+        self._buffer_pages.update(range(address // _PAGE, (address + nbytes - 1) // _PAGE + 1))
+        return min(nbytes, _PAGE * (len(self._buffer_pages) - before))
 
     def overhead(self, name: str) -> None:
         """Note a cost that the calibration knows by name."""

@@ -216,7 +216,7 @@ class Recorder:
             else:
                 with TorchCopies():
                     engine.collective(plan, inputs, outputs, _TIMEOUT_S, "")
-        log.flush()
+        log.end()
 
 
 def _as_step(kernel: Callable[..., int]) -> Callable[..., int]:

@@ -29,15 +29,17 @@ __all__ = [
     "Send",
     "SetFlag",
     "Signal",
+    "Written",
     "shifted",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy ``nbytes`` of the rank's tensors, of ``working_set_bytes`` in all, into a buffer of its own.
+    """Copy ``nbytes`` of the rank's own memory into other memory of its own.
 
-    The working set is 0 for memory that the operation has touched before, here as in other events.
+    The working set is all own memory that the operation goes through: tensors and buffers. It is 0 where the
+    operation has touched these bytes before, here as in other events.
     """
 
     nbytes: int
@@ -55,6 +57,17 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Reduce:
     """Read ``nbytes`` of several sources together, and write their reduction."""
+
+    nbytes: int
+    working_set_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Write ``nbytes`` of a copy to memory that is not in the near caches.
+
+    It is what the copy takes longer for that; the copy itself is an event besides.
+    """
 
     nbytes: int
     working_set_bytes: int
@@ -125,7 +138,18 @@ class Receive:
 
 
 Event = (
-    Copy | Fetch | Reduce | Compute | Overhead | SetFlag | AwaitFlag | Signal | AwaitSignal | Send | Receive
+    Copy
+    | Fetch
+    | Written
+    | Reduce
+    | Compute
+    | Overhead
+    | SetFlag
+    | AwaitFlag
+    | Signal
+    | AwaitSignal
+    | Send
+    | Receive
 )
 
 

@@ -34,6 +34,7 @@ from torchestra.performance.schedule import (
     Send,
     SetFlag,
     Signal,
+    Written,
 )
 
 __all__ = ["LaneTimes", "Run", "run"]
@@ -236,7 +237,7 @@ class _LaneRun:
         return True
 
 
-_WORK = frozenset({Copy, Fetch, Reduce, Compute, Overhead})
+_WORK = frozenset({Copy, Fetch, Written, Reduce, Compute, Overhead})
 
 
 def run(schedule: Schedule, machine: Machine) -> Run:
