@@ -44,12 +44,14 @@ class Choices:
 
     @classmethod
     def for_group(cls, size: int, buffer_bytes: int) -> Choices:
+        """Return the usual thresholds of a group of ``size`` ranks on a host."""
         direct, share = (128 << 10, 128 << 10) if size == 2 else (16 << 10, 512 << 10)
         return cls(
             direct=min(direct, buffer_bytes),
             chunk=min(512 << 10, buffer_bytes),
             share=min(share, buffer_bytes),
-            stream_above=3 * last_level_cache_bytes() // 4 // size,
+            # A virtual machine is told the cache of the whole processor, of which it has a share.
+            stream_above=3 * min(last_level_cache_bytes(), _USUAL_CACHE_BYTES) // 4 // size,
         )
 
     def check(self, buffer_bytes: int) -> None:

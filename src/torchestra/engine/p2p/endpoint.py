@@ -25,7 +25,6 @@ from torchestra.transport.message import Message, Sending, new_storage, no_room
 _PARTS_SHIFT = endpoint_kernels.PARTS_SHIFT
 _KIND_MASK = (1 << _PARTS_SHIFT) - 1
 _SHORT_BYTES = 1 << 14
-_GRACE_NANOSECONDS = 100_000
 _NOWHERE = 0  # the address to which a message is taken that there is no memory for
 _NONE = object()  # the memory there
 
@@ -94,7 +93,7 @@ class Endpoint:
 
     def __init__(self, context: int, area: int, rank: int, size: int, lost: Callable[[int], bool]) -> None:
         self._words = w.new_private_state(context, area, rank, size)
-        self._grace: npt.NDArray[np.int64] = np.array([0, _GRACE_NANOSECONDS], dtype=np.int64)
+        self._grace: npt.NDArray[np.int64] = np.zeros(2, dtype=np.int64)
         self._text: npt.NDArray[np.uint8] = np.zeros(_SHORT_BYTES, dtype=np.uint8)
         self._text_view = memoryview(self._text)  # type: ignore[arg-type]
         self._state: int = self._words.ctypes.data

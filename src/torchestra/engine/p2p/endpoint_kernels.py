@@ -9,7 +9,8 @@ while it sleeps: only then it must be woken.
 *Follower.* Nobody leads while the thread that received a message works at it. One thread, the follower,
 sleeps until a message comes meanwhile, waits a grace for a leader to take it (LED counts how often one has
 looked), and then comes back to take the lead itself. So a message that finds everybody idle wakes one thread,
-which answers it without waking another, and a function that runs for long keeps no message waiting.
+which answers it without waking another, and a function that runs for long keeps no message waiting. As long
+as leaders take the messages the grace grows, so that many small calls do not have it wake up for nothing.
 
 *Room.* What a thread sleeps on that found a channel full.
 
@@ -66,7 +67,7 @@ OUT_TAG = 72
 OUT_BYTES = 80
 OUT_KIND = 88
 LED = 128
-GRACE = 136  # address of a struct timespec
+GRACE = 136  # address of a struct timespec, the follower's
 CLOSING = 144  # 1 when nothing shall sleep any more
 TEXT = 192  # address of memory for the text of a short message
 TEXT_BYTES = 200  # how long that may be
@@ -77,6 +78,8 @@ FOUND = 16  # another message is there
 INTERRUPTED = w.INTERRUPTED
 PARTS_SHIFT = 16  # in the kind of a message, above which the count of its parts stands
 _WATCHES = 8
+_SHORTEST_GRACE = 100_000  # nanoseconds
+_LONGEST_GRACE = 800_000
 
 put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
 peer_of = ring.peer_of
@@ -364,6 +367,8 @@ def await_message(state, eager, only):
 def watch(state):
     """Sleep, as the follower, until a message is there that nobody takes: DONE, INTERRUPTED or PENDING."""
     pair = _doorbell(state, load(state + w.RANK)) + FOLLOWER
+    grace = load(state + GRACE)
+    store(grace + 8, _SHORTEST_GRACE)
     for _ in range(_WATCHES):
         rung = load_ordered(pair)
         fetch_add(pair + STATUS, 1)
@@ -378,9 +383,10 @@ def watch(state):
                 return PENDING
             continue
         led = load_acquire(state + LED)
-        syscall(FUTEX, state + CLOSING, FUTEX_WAIT, 0, load(state + GRACE), 0, 0)
+        syscall(FUTEX, state + CLOSING, FUTEX_WAIT, 0, grace, 0, 0)
         if load_acquire(state + LED) == led and _find(state, -1) != 0:
             return DONE
+        store(grace + 8, min(2 * load(grace + 8), _LONGEST_GRACE))
     return PENDING
 
 
