@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import torchestra as dist
+from torchestra.functional import all_reduce
+from torchestra.world.registry import current_world
 from worlds import run
 
 
@@ -45,31 +48,67 @@ def test_a_compiled_function_gives_what_the_plain_one_gives() -> None:
     assert run("processes", 2, call_compiled) == [[0, 0]] * 2
 
 
-def change_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, rank: int, size: int) -> torch.Tensor:
+def change_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Call the collectives that are traced."""
+    assert dist.is_initialized()
+    rank, size = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     gathered = torch.empty(size, *tensor.shape)
     dist.all_gather_into_tensor(gathered, tensor + rank)
-    pieces = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(pieces, tensor * (rank + 1), group=group)
+    pieces = [torch.empty_like(tensor) for _ in dist.get_process_group_ranks()]
+    dist.all_gather(pieces, tensor * (dist.get_rank(group) + 1), group=group)
     scattered = torch.empty_like(tensor)
     dist.reduce_scatter_tensor(scattered, gathered)
     swapped = torch.empty_like(gathered)
     dist.all_to_all_single(swapped, gathered * (rank + 1))
+    dist.broadcast(scattered, 1, group)
     return torch.cat([tensor, *pieces, scattered, swapped.flatten(0, 1)])
 
 
-def compile_in_place() -> bool:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    compiled = torch.compile(change_in_place, fullgraph=True, backend="aot_eager")
-    tensors = [torch.arange(6.0).reshape(2, 3) * (rank + 1) for _ in range(2)]
-    given = dist.group.WORLD, rank, size
-    both = [call(each, *given) for call, each in zip((compiled, change_in_place), tensors, strict=True)]
+def compile_whole(function: Callable[..., torch.Tensor]) -> bool:
+    group = dist.group.WORLD
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    tensors = [torch.arange(6.0).reshape(2, 3) * (dist.get_rank() + 1) for _ in range(2)]
+    both = [call(each, group) for call, each in zip((compiled, function), tensors, strict=True)]
     return torch.equal(*both) and torch.equal(*tensors)
 
 
 def test_collectives_that_change_their_tensors_are_traced() -> None:
-    assert run("processes", 2, compile_in_place) == [True, True]
+    torch.compiler.reset()
+    assert run("threads", 2, compile_whole, change_in_place) == [True, True]
+
+
+def reduce_in(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor * (group.rank() + 1) + dist.get_rank()
+
+
+def compile_for_a_direct_group() -> list[float]:
+    store = current_world().default.store  # type: ignore[union-attr]
+    group = dist.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
+    total = torch.compile(reduce_in, fullgraph=True, backend="aot_eager")(torch.ones(1), group)
+    group.destroy()
+    return total.tolist()
+
+
+def test_a_group_that_was_made_directly_is_found_by_compiled_functions() -> None:
+    torch.compiler.reset()
+    assert run("threads", 2, compile_for_a_direct_group) == [[2], [5]]
+
+
+def two_groups_of_one_name() -> None:
+    first, second = (dist.ProcessGroup(dist.HashStore(), 0, 1, name="twin") for _ in range(2))
+    with pytest.raises(dist.InvalidArgumentError, match="'twin' exists already; give a group"):
+        all_reduce(torch.ones(1), "sum", "twin")
+    second.destroy()
+    assert all_reduce(torch.ones(1), "sum", "twin") == 1
+    first.destroy()
+    with pytest.raises(dist.NotInitializedError, match="'twin'"):
+        all_reduce(torch.ones(1), "sum", "twin")
+
+
+def test_a_name_of_two_groups_is_refused() -> None:
+    run("threads", 1, two_groups_of_one_name)
 
 
 def reduce_at_once_and_later(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +132,7 @@ def meet(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def compile_whole() -> str:
+def compile_a_barrier() -> str:
     compiled = torch.compile(meet, fullgraph=True, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         compiled(torch.ones(1))
@@ -102,6 +141,6 @@ def compile_whole() -> str:
 
 def test_a_whole_graph_is_refused_with_the_functions_name() -> None:
     """And with what there is instead."""
-    (message,) = run("threads", 1, compile_whole)
+    (message,) = run("threads", 1, compile_a_barrier)
     assert "barrier" in message
     assert "torchestra.functional" in message

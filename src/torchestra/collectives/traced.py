@@ -7,14 +7,15 @@ So a function that is compiled with ``fullgraph=True`` may call collectives that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from torchestra.process_group import NonMember
+from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.system.untraced import untraced
 from torchestra.types import ReduceOp
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup
+from torchestra.world.traced import break_graph, default_while_traced
 
 __all__ = ["trace_in_place_of"]
 
@@ -24,28 +25,24 @@ def trace_in_place_of(function: Callable[..., Any]) -> None:
     untraced(function, inlined=_TRACED.get(function.__name__))
 
 
-@untraced
-def _break_graph() -> None:
-    """Do nothing: the compiler ends the graph before the collective, and calls that itself."""
-
-
 def _is_traced(group: AnyGroup | None, differs: bool) -> bool:
-    if differs or isinstance(group, NonMember):
-        _break_graph()
+    if differs or not (group is None or isinstance(group, ProcessGroup)):
+        break_graph()
         return False
     return True
 
 
+def _member(group: AnyGroup | None) -> ProcessGroup:
+    assert not isinstance(group, NonMember)  # the graph is broken for those
+    return default_while_traced() if group is None else group
+
+
 def _name(group: AnyGroup | None) -> str:
-    assert not isinstance(group, NonMember)
-    return _default_name() if group is None else group.group_name
+    return _member(group).group_name
 
 
-def _default_name() -> str:
-    return default_group().group_name
-
-
-_default_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _put(tensor: torch.Tensor, result: torch.Tensor) -> None:
+    tensor.detach().copy_(result.view(tensor.shape))
 
 
 def _all_reduce(
@@ -57,7 +54,7 @@ def _all_reduce(
     if _is_traced(group, async_op):
         from torchestra import functional
 
-        tensor.copy_(functional.all_reduce(tensor, op, _name(group)))
+        _put(tensor, functional.all_reduce(tensor, op, _name(group)))
 
 
 def _all_gather_into_tensor(
@@ -70,7 +67,7 @@ def _all_gather_into_tensor(
         from torchestra import functional
 
         gathered = functional.all_gather_tensor(input_tensor.reshape(-1), 0, _name(group))
-        output_tensor.copy_(gathered.view(output_tensor.shape))
+        _put(output_tensor, gathered)
 
 
 def _all_gather(
@@ -84,7 +81,7 @@ def _all_gather(
 
         gathered = functional.all_gather_tensor(tensor.reshape(-1), 0, _name(group))
         for output, piece in zip(tensor_list, gathered.chunk(len(tensor_list)), strict=True):
-            output.copy_(piece.view(output.shape))
+            _put(output, piece)
 
 
 def _reduce_scatter_tensor(
@@ -98,7 +95,7 @@ def _reduce_scatter_tensor(
         from torchestra import functional
 
         piece = functional.reduce_scatter_tensor(input.reshape(-1), op, 0, _name(group))
-        output.copy_(piece.view(output.shape))
+        _put(output, piece)
 
 
 def _all_to_all_single(
@@ -113,13 +110,28 @@ def _all_to_all_single(
         from torchestra import functional
 
         received = functional.all_to_all_single(input, output_split_sizes, input_split_sizes, _name(group))
-        output.copy_(received.view(output.shape))
+        _put(output, received)
 
 
-_TRACED: dict[str, Callable[..., None]] = {
+def _broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> None:
+    if _is_traced(group, async_op or (src is None) == (group_src is None)):
+        from torchestra import functional
+
+        root = _member(group).to_group_rank(cast(int, src)) if group_src is None else group_src
+        _put(tensor, functional.broadcast(tensor, root, _name(group)))
+
+
+_TRACED: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into_tensor,
     "all_reduce": _all_reduce,
     "all_to_all_single": _all_to_all_single,
+    "broadcast": _broadcast,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
 }

@@ -51,19 +51,40 @@ current_thread_rank: Callable[[], ThreadRank | None] = _here.get
 """Return which rank the calling thread belongs to, or None where ranks are processes."""
 
 
+class _Seen(threading.local):
+    """What the context variable says, as torch.compile can see and guard it: an attribute of the thread."""
+
+    rank: ThreadRank | None = None
+
+
+seen = _Seen()
+"""What code that torch.compile traces reads instead of the context variable."""
+
+
+def is_seen() -> bool:
+    """Return whether it says the same: not so in threads that were started in a copy of a context."""
+    return seen.rank is _here.get()
+
+
+is_seen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def leave_thread_rank() -> None:
     """Detach the calling thread from its rank, in a process that was forked from a rank that is a thread."""
     _here.set(None)
+    seen.rank = None
 
 
 @contextlib.contextmanager
 def being_thread_rank(rank: ThreadRank) -> Iterator[None]:
     """Make the calling thread this rank while the block runs; threads started inside belong to it."""
-    token = _here.set(rank)
+    token, outer = _here.set(rank), seen.rank
+    seen.rank = rank
     try:
         with _inherited, torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
+        seen.rank = outer
         _here.reset(token)
 
 
@@ -98,6 +119,7 @@ def _start_for_rank(plain_start: Callable[[threading.Thread], None]) -> Callable
 
             def run_for_rank() -> None:
                 _here.set(here)
+                seen.rank = here
                 try:
                     run()
                 finally:

@@ -213,17 +213,14 @@ def _size_by_name(name: str) -> int:
 
 
 def group_name(group: Group, tag: str = "") -> str:
-    """Return the name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart.
-
-    After this call a group that was made directly can be found by its name, except in a compiled program.
-    """
+    """Return the name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart."""
     if isinstance(group, str):
         return group
     if isinstance(group, list):
         return cast(str, _name_by_ranks(group, tag))
     if isinstance(group, ProcessGroup):
         if not torch.compiler.is_dynamo_compiling():
-            current_world().register_direct(group)
+            current_world().check_name(group)
         return group.group_name
     mesh, dimension = _mesh_and_dimension(group)
     return mesh.group_name(dimension)

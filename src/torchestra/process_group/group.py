@@ -17,6 +17,7 @@ from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
 from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
+from torchestra.process_group.existing import remember
 from torchestra.process_group.growing import GroupAdmission
 from torchestra.process_group.membership_methods import MembershipMethods
 from torchestra.process_group.message_methods import MessageMethods
@@ -136,6 +137,7 @@ class ProcessGroup(
             named = name or chosen.group_name
             self.communicator = start_unregistered(store, rank, size, named, seconds, chosen.backend)
             self._leave_at_last()
+        remember(self)
 
     def rank(self) -> int:
         """This rank's number in the group."""

@@ -37,6 +37,7 @@ from torchestra.world.joining import JOIN_VARIABLE, join_world, joins_by_environ
 from torchestra.world.reconfiguring import make_reconfigurable_world
 from torchestra.world.registration import admission_store, refuse_second_world, register, world_store
 from torchestra.world.registry import World, current_world, own_world
+from torchestra.world.traced import group_rank, group_ranks, group_size, has_default
 
 AnyGroup = Union[ProcessGroup, NonMember]
 DEFAULT_NAME = "default"
@@ -102,6 +103,9 @@ def is_available() -> bool:
 def is_initialized() -> bool:
     """Return whether this rank has a default group."""
     return current_world().default is not None
+
+
+untraced(is_initialized, inlined=has_default)
 
 
 @checked
@@ -373,22 +377,24 @@ def _any_group(group: object, name: str) -> AnyGroup:
     return group
 
 
-@untraced
 def get_rank(group: AnyGroup | None = None) -> int:
     """Return this rank's number in the group (default: the default group), or -1 if it is not in it."""
     return (default_group() if group is None else _any_group(group, "get_rank")).rank()
 
 
-@untraced
 def get_world_size(group: AnyGroup | None = None) -> int:
     """Return how many ranks the group has (default: the default group), or -1 if this rank is not in it."""
     return (default_group() if group is None else _any_group(group, "get_world_size")).size()
 
 
-@untraced
 def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
     """Return the global ranks of the group, in the order of their numbers in it."""
     return list((default_group() if group is None else _any_group(group, "get_process_group_ranks")).ranks)
+
+
+untraced(get_rank, inlined=group_rank)
+untraced(get_world_size, inlined=group_size)
+untraced(get_process_group_ranks, inlined=group_ranks)
 
 
 @checked

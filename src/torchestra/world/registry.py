@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -23,6 +22,7 @@ from torchestra.engine.thread_ranks import (
 )
 from torchestra.errors import InvalidArgumentError, NotInitializedError
 from torchestra.process_group import ProcessGroup
+from torchestra.process_group.existing import existing_groups
 from torchestra.store import Store
 from torchestra.system.forking import forget_in_children
 
@@ -57,9 +57,6 @@ class World:
     others: tuple[int, ...] = ()
     inherited: bool = False
     _tags: dict[str, str] = field(default_factory=dict)
-    _direct_groups: weakref.WeakValueDictionary[str, ProcessGroup] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
 
     def __post_init__(self) -> None:
         forget_in_children(self)
@@ -81,18 +78,24 @@ class World:
         for group in self.groups.values():
             group.known_as = names.get(group.backend, group.backend)
 
-    def register_direct(self, group: ProcessGroup) -> None:
-        """Have :meth:`group` find a group that was made directly, as long as the group exists.
+    def check_name(self, group: ProcessGroup) -> None:
+        """Refuse a group that was made directly if :meth:`group` would not find it by its name.
 
         Raises:
             InvalidArgumentError: there is another of the same name.
         """
-        name = group.group_name
-        known = self.groups.get(name) or self._direct_groups.setdefault(name, group)
-        if known is not group:
+        if self.groups.get(group.group_name) is not group:
+            self._find_direct(group.group_name, group)
+
+    def _find_direct(self, name: str, *known: ProcessGroup) -> ProcessGroup | None:
+        """Return the group of a name that is not in the registry; there may be one, besides those given."""
+        registered = self.groups.get(name)
+        found = {*known, *existing_groups(name), *([] if registered is None else [registered])}
+        if len(found) > 1:
             raise InvalidArgumentError(
                 f"a group named {name!r} exists already; give a group that is made directly a name of its own"
             )
+        return next(iter(found), None)
 
     def remove(self, group: ProcessGroup) -> None:
         """Forget a group."""
@@ -124,7 +127,7 @@ class World:
         Raises:
             NotInitializedError: this rank has none of that name.
         """
-        found = self.groups.get(name) or self._direct_groups.get(name)
+        found = self.groups.get(name) or self._find_direct(name)
         if found is None:
             raise NotInitializedError(
                 f"Could not resolve the process group registered under the name {name!r}: this rank has"
