@@ -79,6 +79,42 @@ def test_every_collective_is_counted_as_on_gloo() -> None:
         assert ours[0]["c10d.allreduce_"] == 1
 
 
+@spawn_threads_and_init_comms(world_size=2)
+def count_calls() -> None:
+    """Twice: the second call of each goes without Python where no mode is on."""
+    tensor, pieces, whole = torch.ones(2), empty(2), torch.ones(4)
+    for _ in range(2):
+        torchestra.all_reduce(tensor)
+        torchestra.all_gather_into_tensor(whole, tensor)
+    with CommDebugMode() as mode:
+        torchestra.all_reduce(tensor)
+        torchestra.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+        torchestra.all_gather_into_tensor(whole, tensor)
+        torchestra.all_gather(pieces, tensor)
+        torchestra.reduce_scatter_tensor(tensor, whole)
+        torchestra.all_to_all_single(torch.empty(4), whole)
+        torchestra.broadcast(tensor, 0)
+        torchestra.all_reduce_coalesced([tensor, torch.ones(1)])
+        torchestra.all_gather_coalesced([pieces[:1], pieces[1:]], [tensor])
+        torchestra.barrier()
+        torchestra.all_reduce(torch.empty(2, device="meta"))
+    torchestra.all_reduce(tensor)
+    assert {str(operator): number for operator, number in mode.get_comm_counts().items()} == {
+        "c10d.allreduce_": 3,
+        "c10d._allgather_base_": 1,
+        "c10d.allgather_": 1,
+        "c10d._reduce_scatter_base_": 1,
+        "c10d.alltoall_base_": 1,
+        "c10d.broadcast_": 1,
+        "c10d.allreduce_coalesced_": 1,
+        "c10d.allgather_coalesced_": 1,
+    }
+
+
+def test_torchestras_own_functions_are_counted() -> None:
+    count_calls()
+
+
 @spawn_threads_and_init_comms(world_size=1)
 def count_torchestras() -> None:
     group = torchestra.group.WORLD

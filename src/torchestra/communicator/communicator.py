@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torchestra.communicator import point_to_point
+from torchestra.communicator.comm_debug import count_collective, modes_on
 from torchestra.communicator.device_routing import Delegation, any_device
 from torchestra.communicator.entries import Entries
 from torchestra.communicator.host_staging import on_cpu
@@ -170,7 +171,10 @@ class Communicator:
         except OverriddenError as overridden:
             handler, given = overridden.handler, (output, input, op, root, splits, async_op, timeout_s)
         else:
-            return self._run(row, call, op, root, async_op, timeout_s)
+            work = self._run(row, call, op, root, async_op, timeout_s)
+            if modes_on():
+                count_collective(row.name)
+            return work
         return handler(self, row, *given)  # type: ignore[no-any-return]
 
     def _run(
@@ -243,7 +247,10 @@ class Communicator:
                 ALL_REDUCE_LIST, list(tensors), None, op, None, _NO_SPLITS, async_op, self.limit(timeout_s)
             )
         call = check_in_place_list(ALL_REDUCE, tensors, op, real=not self.engine.is_fake)
-        return self._run(ALL_REDUCE, call, op, None, async_op, timeout_s, f", {len(tensors)} tensors")
+        work = self._run(ALL_REDUCE, call, op, None, async_op, timeout_s, f", {len(tensors)} tensors")
+        if modes_on():
+            count_collective(ALL_REDUCE.name)
+        return work
 
     def all_reduce_sparse(
         self,
@@ -270,7 +277,11 @@ class Communicator:
                         tensor.copy_(written)  # not its detach(), which would get entries of its own
             return list(tensors)
 
-        return self.queue.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
+        description = f"{name}({op.name}, sparse)"
+        work = self.queue.run(operation, description, async_op, sparse.OPERATIONS, tensors)
+        if modes_on():
+            count_collective(name)
+        return work
 
     def reduce(
         self,

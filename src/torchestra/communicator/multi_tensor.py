@@ -7,20 +7,34 @@ not empty, and that the tensors of each list go together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from torchestra.communicator.comm_debug import as_one, counted_as, modes_on
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device_routing import any_device, delegated
 from torchestra.communicator.work import Work
-from torchestra.engine.operations import ALL_GATHER, Collective
+from torchestra.engine.operations import (
+    ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
+    REDUCE_SCATTER_TENSOR,
+    Collective,
+)
 from torchestra.tensors.checks import check_apart, check_tensor
 from torchestra.tensors.contiguity import make_contiguous
 from torchestra.types import ReduceOp
 
 Tensors = Sequence[torch.Tensor]
+
+_COALESCED = {
+    ALL_GATHER: "allgather",
+    ALL_GATHER_INTO_TENSOR: "allgather_into_tensor",
+    REDUCE_SCATTER_TENSOR: "reduce_scatter_tensor",
+}
+"""What torch calls the collectives that it has in this form."""
 
 
 def _check(
@@ -29,6 +43,7 @@ def _check(
     check_tensor(tensor, parameter, name, written=written, real=not communicator.engine.is_fake)
 
 
+@as_one("allreduce_")
 @any_device
 def all_reduce_together(
     communicator: Communicator,
@@ -62,6 +77,7 @@ def all_reduce_together(
     return communicator.queue.run(operation, steps[0].description, async_op, reads=tensors)
 
 
+@as_one("broadcast_")
 @any_device
 def broadcast_together(
     communicator: Communicator,
@@ -88,6 +104,7 @@ def broadcast_together(
     return communicator.queue.run(operation, steps[0].description, async_op, reads=[chosen])
 
 
+@as_one("allgather_")
 @any_device
 def all_gather_together(
     communicator: Communicator,
@@ -125,6 +142,7 @@ def all_gather_together(
     return communicator.queue.run(operation, name, async_op, reads=tensors)
 
 
+@as_one("allreduce_coalesced_")
 @delegated
 def all_reduce_coalesced(
     communicator: Communicator,
@@ -183,7 +201,8 @@ def coalesced(
         outputs: the outputs, each as the collective takes it: a tensor or a list of tensors.
         result: the result of the Work; default: the outputs.
     """
-    with communicator.queue.coalescing() as steps:
+    as_coalesced = counted_as(f"{_COALESCED[row]}_coalesced_") if modes_on() else contextlib.nullcontext()
+    with communicator.queue.coalescing() as steps, as_coalesced:
         for output, tensor in zip(outputs, inputs, strict=True):
             communicator.collective(row, output, tensor, op, timeout_s=timeout_s)
     description = f"{row.name}_coalesced" if op is None else f"{row.name}_coalesced({op.name})"

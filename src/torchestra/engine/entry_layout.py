@@ -19,7 +19,9 @@ ARGUMENTS = 8
 _STATE_WORDS = (
     "off", "pending", "general", "inside", "wanted", "uses_device", "releases", "context", "started"
 )  # fmt: skip
-_ACCESS_WORDS = ("describe", "implementation", "keys", "storage", "data", "nbytes", "plain", "optional")
+_ACCESS_WORDS = (
+    "describe", "implementation", "keys", "storage", "data", "nbytes", "plain", "optional", "modes"
+)  # fmt: skip
 _ACCESS_OBJECTS = (
     "tensor", "parameter", "integer", "list", "none", "false", "true", "profiler", "profiler_flag"
 )  # fmt: skip
@@ -91,6 +93,7 @@ class TensorAccess(ctypes.Structure):
         data, nbytes: the offsets in the StorageImpl of the memory's address and length.
         plain: the dispatch keys of a plain CPU tensor, including the ``optional`` ones, which all plain
             tensors have except those made in inference mode.
+        modes: the function of torch that returns whether a dispatch mode is on in this thread; 0 if unknown.
         tensor, parameter, integer, list: the classes torch.Tensor, torch.nn.Parameter, int and list.
         none, false, true: the objects None, False and True.
         profiler, profiler_flag: a dict, and the key under which it has False while no profiler is on.
@@ -228,7 +231,7 @@ OFF, PENDING_OPERATIONS, GENERAL, INSIDE, WANTED, USES_DEVICE, RELEASES, CONTEXT
     _at(State, name) for name in _STATE_WORDS
 )
 
-DESCRIBE, IMPLEMENTATION, KEYS, STORAGE, DATA, NBYTES, PLAIN, OPTIONAL = (
+DESCRIBE, IMPLEMENTATION, KEYS, STORAGE, DATA, NBYTES, PLAIN, OPTIONAL, MODES = (
     _at(TensorAccess, name) for name in _ACCESS_WORDS
 )
 TENSOR, PARAMETER, INTEGER, LIST, NONE, FALSE, TRUE, PROFILER, PROFILER_FLAG = (

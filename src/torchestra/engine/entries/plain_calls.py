@@ -20,6 +20,7 @@ OBJECT_CLASS = 8
 """At which byte of an object the address of its class lies."""
 
 _LOW = 0xFFFF_FFFF
+_TRUE = 0xFF
 _CPU = 1
 _ONE_LANE = 1
 
@@ -96,6 +97,13 @@ def is_profiled(access):
     """Return whether a profiler is on."""
     flag = dict_item(load(access + e.PROFILER), load(access + e.PROFILER_FLAG))
     return flag != load(access + e.FALSE)
+
+
+@kernel
+def is_intercepted(access):
+    """Return whether this thread has a dispatch mode on, which may count operations (comm_debug.py)."""
+    modes = load(access + e.MODES)
+    return modes != 0 and call_function(modes, 1, 0) & _TRUE != 0
 
 
 @kernel

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torchestra.engine import entry_layout as e
 from torchestra.engine import layout as at
-from torchestra.engine.entries.plain_calls import abandon_operation, is_profiled
+from torchestra.engine.entries.plain_calls import abandon_operation, is_intercepted, is_profiled
 from torchestra.engine.entries.python_interface import (
     add_reference,
     call_object,
@@ -106,7 +106,7 @@ def is_free(entry, arguments, number, keywords, required):
         return False
     if number > required and load(arguments + required * 8) != load(access + e.FALSE):
         return False
-    return not is_profiled(access)
+    return not is_profiled(access) and not is_intercepted(access)
 
 
 @kernel

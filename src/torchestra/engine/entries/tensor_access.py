@@ -91,8 +91,21 @@ def _find() -> TensorAccess:
     access.profiler, access.profiler_flag = vars(profiler), "_is_profiler_enabled"
     if vars(profiler).get("_is_profiler_enabled") not in (False, True):
         raise _UnknownError("torch does not say whether a profiler is on")
+    access.modes = _modes_function()
     _compare(access)
     return access
+
+
+def _modes_function() -> int:
+    """Return the address of torch's function that says whether a dispatch mode is on; 0 if it is not known.
+
+    Its argument says that modes of torch's own, for fake tensors and tracing, do not count.
+    """
+    try:
+        function = ctypes.CDLL("libc10.so")["_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb"]
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _exchange_function() -> int:

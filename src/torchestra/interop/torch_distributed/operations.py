@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from torchestra.communicator.comm_debug import count, is_watched, modes_on
+from torchestra.communicator.comm_debug import counted_as, is_watched, modes_on
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.queue import CoalescedOperation, describe_coalesced
 from torchestra.communicator.work import Work
@@ -33,6 +33,7 @@ from torchestra.system.untraced import untraced
 from torchestra.types import ReduceOp, Timeout
 
 _SUM: Any = c10d.ReduceOp.SUM
+_UNCOUNTED = contextlib.nullcontext()
 _UNSET = timedelta(milliseconds=-1)
 _BLOCKS = {"allgather_into_tensor": "_allgather_base_", "reduce_scatter_tensor": "_reduce_scatter_base_"}
 _OPERATORS = {
@@ -110,14 +111,13 @@ class Operations:
         if other is not None:
             return getattr(other, torch_name)(*args, **kwargs)
         try:
-            work = getattr(self.inner, name)(
-                *map(convert_argument, args),
-                **{key: convert_argument(value) for key, value in kwargs.items()},
-            )
+            with counted_as(_OPERATORS.get(name)) if modes_on() else _UNCOUNTED:
+                work = getattr(self.inner, name)(
+                    *map(convert_argument, args),
+                    **{key: convert_argument(value) for key, value in kwargs.items()},
+                )
         except DistError as error:
             raise as_torch_error(error) from error.__cause__
-        if modes_on() and (operator := _OPERATORS.get(name)) is not None:
-            count(operator)
         return TorchestraWork(work)
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
