@@ -131,6 +131,29 @@ def test_what_was_shrunk_is_adopted_again() -> None:
     worlds.run("processes", 3, native, shrink_what_is_adopted, init=False)
 
 
+def reconfigure_what_is_adopted(store: Store, rank: int, size: int) -> None:
+    dist.init_process_group(enable_reconfigure=True, timeout=worlds.OP_SECONDS)
+    store.set(f"handle/{rank}", dist.group.WORLD.get_reconfigure_handle())
+    handles = [store.get(f"handle/{each}").decode() for each in range(size)]
+    dist.group.WORLD.reconfigure(1, handles)
+    adopt()
+    assert distributed.get_world_size() == size
+    tensor = torch.ones(1)
+    distributed.all_reduce(tensor)
+    assert tensor == 3
+    if rank == 1:
+        return
+    dist.group.WORLD.reconfigure(2, handles[2:] + handles[:1])
+    distributed.all_reduce(tensor)
+    assert tensor == 6
+    assert (distributed.get_rank(), distributed.get_world_size()) == (rank == 0, 2)
+    assert distributed.get_process_group_ranks(distributed.group.WORLD) == [0, 1]
+
+
+def test_what_is_adopted_follows_when_it_is_reconfigured() -> None:
+    worlds.run("processes", 3, reconfigure_what_is_adopted, init=False)
+
+
 def use_torchs_world(ours: bool) -> None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     group = use()

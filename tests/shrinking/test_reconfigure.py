@@ -140,13 +140,20 @@ def on_several_hosts(*place: Any) -> float:
     assert total(group) == 10
     if rank != 2:
         group.reconfigure(2, handles_of(store, 3, 1, 0))
-        return total(group)
+        group = group.shrink(exclude=[1]) if rank != 1 else group
+        seen = total(group) if rank != 1 else 0.0
+        step(store, "shrunk", 3)
+        group.reconfigure(3, handles_of(store, 0, 1, 3))
+        assert total(group) == 6
+        step(store, "end", 3)
+        dist.destroy_process_group()
+        return seen
     return 0.0
 
 
 def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHESTRA_SECRET", "of this test")
-    assert run("threads", 4, on_several_hosts, init=False, hosts=["a", "a", "b", "b"]) == [6.0, 6.0, 0.0, 6.0]
+    assert run("threads", 4, on_several_hosts, init=False, hosts=["a", "a", "b", "b"]) == [3.0, 0.0, 0.0, 3.0]
 
 
 def goes_on_after_a_death(store: Store, rank: int, size: int) -> Any:
@@ -186,6 +193,66 @@ def test_survivors_and_a_newcomer_go_on_after_a_death() -> None:
     ]
 
 
+def shrinks_and_is_reconfigured(*place: Any) -> list[Any]:
+    """Ranks 0 to 2 have met; rank 0 leaves, the others shrink, rank 3 comes, and one more shrinking."""
+    group, store, rank = alone(*place)
+    handle = group.get_reconfigure_handle()
+    seen: list[Any] = []
+    if rank < 3:
+        group.reconfigure(1, handles_of(store, 0, 1, 2))
+        with pytest.raises(
+            dist.InvalidArgumentError, match=r"grow: .* call reconfigure\(\) with the handles"
+        ):
+            group.grow()
+        with pytest.raises(dist.InvalidArgumentError, match=r"pending_joiners: .* enable_reconfigure"):
+            group.pending_joiners()
+        step(store, "members", 3)
+        if rank == 0:
+            dist.destroy_process_group()
+            return seen
+        old, group = group, group.shrink()
+        assert group is world()
+        assert dist.get_world_size() == 2
+        check_group(group)
+        assert (group.group_name, group.get_reconfigure_handle()) == ("default~1", handle)
+        with pytest.raises(
+            dist.GroupDestroyedError, match=r"the group that shrink.. has returned, 'default~1'"
+        ):
+            old.reconfigure(2, [handle])
+        seen.append((group.rank(), total(group), group.previous_ranks))
+        part = dist.new_group([0, 1])
+    group.reconfigure(2, handles_of(store, 3, 2, 1))
+    assert world() is group
+    assert group.group_name == "default"
+    check_group(group)
+    seen.append((group.rank(), total(group), tuple(group.previous_ranks), group.joined_ranks))
+    if rank < 3:
+        assert dist.get_process_group_ranks(part) == [2, 1]
+        dist.barrier(group=part)
+    step(store, "three", 3)
+    if rank != 2:
+        group = group.shrink(exclude=[1])
+        assert group.group_name == "default~1"
+        assert dist.new_group([0, 1]) is not None
+        seen.append((group.rank(), total(group), group.lost_ranks))
+    step(store, "end", 3)
+    dist.destroy_process_group()
+    return seen
+
+
+SHRUNK_AND_RECONFIGURED = [
+    [],
+    [(0, 3.0, (1, 2)), (2, 6.0, (-1, 1, 0), (0,)), (1, 3.0, (1,))],
+    [(1, 3.0, (1, 2)), (1, 6.0, (-1, 1, 0), (0,))],
+    [(0, 6.0, (-1, -1, -1), (0, 1, 2)), (0, 3.0, (1,))],
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_shrinks_and_is_reconfigured_then(kind: str) -> None:
+    assert run(kind, 4, shrinks_and_is_reconfigured, init=False) == SHRUNK_AND_RECONFIGURED
+
+
 def bad_calls(*place: Any) -> None:
     group, store, rank = alone(*place)
     own, other = handles_of(store, rank, 1 - rank)
@@ -208,8 +275,6 @@ def bad_calls(*place: Any) -> None:
         group.reconfigure(1, both)
     with pytest.raises(ValueError, match="64 bits"):
         group.reconfigure(1 << 70, both)
-    with pytest.raises(ValueError, match=r"reconfigure\(\) with the handles of the ranks that are left"):
-        group.shrink()
     assert total(group) == 3
     step(store, "refused", 2)
 

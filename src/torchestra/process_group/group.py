@@ -260,6 +260,9 @@ class ProcessGroup(
         if made.offer is None:
             new.member_ids = tuple(self.member_ids[rank] for rank in made.survivors)
             new.lost_ranks = tuple(rank for rank in range(self.size()) if rank not in made.survivors)
+        if self.reconfiguration is not None:
+            self.reconfiguration.keep(made.survivors)
+            new.reconfiguration, new.when_reconfigured = self.reconfiguration, self.when_reconfigured
         if self.admission is not None:
             new.admission = GroupAdmission(self.admission.store, new.communicator)
         return new
@@ -293,10 +296,10 @@ class ProcessGroup(
         self.communicator.close()
         if self.admission is not None:
             self.admission.leave()
-        if self.reconfiguration is not None:
-            self.reconfiguration.close()
         if self.generation:
             leave_store(self.store)
+        if self.reconfiguration is not None:
+            self.reconfiguration.close()
 
     def abort(self) -> None:
         """Have all operations of the group, under way on any rank or called later, fail at once.

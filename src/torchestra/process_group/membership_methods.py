@@ -11,7 +11,7 @@ from torchestra.engine.membership.admission import Terms
 from torchestra.engine.membership.growing import Growth
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError
 from torchestra.process_group.growing import GroupAdmission
-from torchestra.process_group.reconfiguring import Reconfiguration, refuse_if_reconfigurable
+from torchestra.process_group.reconfiguring import Reconfiguration
 from torchestra.process_group.shrinking import NewMembership, check_members, shrunk, surviving_bridge
 from torchestra.store import Store
 from torchestra.system.untraced import untraced
@@ -51,6 +51,9 @@ class MembershipMethods:
         The new group has a store of its own, without any keys, which its rank 0 serves if ranks are processes
         on one host. Across hosts the ranks agree through the group's store, and the new store is a part of
         that. See docs/guides/surviving-failures.md.
+
+        The new group of one that was made with ``enable_reconfigure=True`` can be reconfigured in its turn:
+        its ranks keep their handles.
 
         Args:
             exclude: ranks of this group to go on without, though they may be alive. In this group they get a
@@ -109,8 +112,8 @@ class MembershipMethods:
             RankExcludedError: the others go on without this rank.
             GroupDestroyedError: this rank has destroyed the group, or shrunk it already.
             DistNetworkError: the job's store is gone.
-            InvalidArgumentError: this is not the default group, or `exclude` names a rank that the group does
-                not have, or this one.
+            InvalidArgumentError: this is not the default group, it was made with ``enable_reconfigure=True``,
+                or `exclude` names a rank that the group does not have, or this one.
         """
         admission = self._growable("grow")
         check_members(self.communicator, self.backend, exclude, "grow")
@@ -135,7 +138,8 @@ class MembershipMethods:
         once the job's store is gone.
 
         Raises:
-            InvalidArgumentError: this is not the default group.
+            InvalidArgumentError: this is not the default group, or it was made with
+                ``enable_reconfigure=True``.
             GroupDestroyedError: this rank has destroyed the group, or shrunk it already.
         """
         return self._growable("pending_joiners").pending()
@@ -145,6 +149,12 @@ class MembershipMethods:
         if self.communicator.closed:
             raise GroupDestroyedError(
                 f"{call}: rank {rank} has destroyed group {name!r}, or shrunk it already"
+            )
+        if self.reconfiguration is not None:
+            raise InvalidArgumentError(
+                f"{call}: group {name!r} was made with enable_reconfigure=True, so its ranks have met without"
+                " a store in which others could ask to be let in; call reconfigure() with the handles of all,"
+                " those that come included"
             )
         if self.admission is None:
             raise InvalidArgumentError(
@@ -166,7 +176,6 @@ class MembershipMethods:
     ) -> _Group:
         """Replace this group by a group of the ranks that are left, and of those that are let in."""
         check_members(self.communicator, self.backend, exclude, "shrink")
-        refuse_if_reconfigurable(self.reconfiguration, self.communicator.name, "shrink")
         new = shrunk(
             self.communicator,
             self.backend,
@@ -185,6 +194,7 @@ class MembershipMethods:
             self.when_shrunk(self, new)
         if self.admission is not None:
             self.admission.close()
+        self.reconfiguration = None  # the new group has it
         self.communicator.close()
         if self.generation:
             self.store.close()

@@ -14,6 +14,7 @@ from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.lazy import LazyCommunicator
 from torchestra.communicator.work import Work
 from torchestra.engine.device.agreement import DeviceRequest
+from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import (
     DistBackendError,
     DistError,
@@ -25,7 +26,7 @@ from torchestra.errors import (
 from torchestra.process_group.reconfigure_handle import ReconfigureEndpoint, ReconfigureHandle
 from torchestra.process_group.reconfigure_meeting import ReconfigureMeeting
 from torchestra.process_group.starting import GroupSpec, cancel, start
-from torchestra.store import Store
+from torchestra.store import HashStore, Store
 from torchestra.store.base import pauses
 from torchestra.types import Timeout, timeout_seconds
 
@@ -155,6 +156,12 @@ class Reconfiguration:
         lost = tuple(rank for rank in range(len(before)) if rank not in previous)
         return Reconfigured(communicator, store, previous, lost)
 
+    def keep(self, survivors: Sequence[int]) -> None:
+        """Take over who is left when the group has been shrunk: their numbers in it until then."""
+        self._members = [self._members[rank] for rank in survivors]
+        if survivors[0] != 0:
+            self._entered = False  # another rank serves the store in which they met, if any still does
+
     def close(self) -> None:
         """Stop serving this rank's store; the first rank of a group gives the others a moment to enter it."""
         members, store = self._members, self._store
@@ -174,14 +181,16 @@ class ReconfigureMethods:
     communicator: Any
     store: Store
     ranks: Sequence[int]
+    generation: int
+    successor: Any
     previous_ranks: Sequence[int]
     lost_ranks: tuple[int, ...]
     joined_ranks: tuple[int, ...]
     member_ids: tuple[int, ...]
     reconfiguration: Reconfiguration | None = None
     """What the calls need; None if the group was made with its peers, for good."""
-    when_reconfigured: Callable[[Mapping[int, int]], None] | None = None
-    """Called with the new numbers of the ranks that were in the group before; set by the registry."""
+    when_reconfigured: Callable[[Any, Mapping[int, int]], None] | None = None
+    """Called with the group and the new numbers of the ranks that were in it; set by the registry."""
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -253,6 +262,9 @@ class ReconfigureMethods:
         if former.has_met and former.queue.has_unfinished():
             former.abort(f"rank {former.rank} reconfigures it, as uuid {number}")
         former.close()  # without an abort, ranks that are still on their way out of an operation finish it
+        if self.generation:  # it was shrunk, and its store came with that
+            leave_store(self.store)
+            self.store = HashStore()
         made = reconfiguration.enter(number, members, seconds)
         made.communicator.timeout_s = former.timeout_s
         self._move_to(made)
@@ -267,6 +279,11 @@ class ReconfigureMethods:
         return self.get_reconfigure_handle()
 
     def _reconfigurable(self, call: str) -> Reconfiguration:
+        if self.successor is not None:
+            raise GroupDestroyedError(
+                f"{call}: rank {self.communicator.rank} has shrunk group {self.communicator.name!r}; call it"
+                f" on the group that shrink() has returned, {self.successor.communicator.name!r}"
+            )
         if self.reconfiguration is None:
             raise DistBackendError(
                 f"{call}: group {self.communicator.name!r} has been made with its ranks; one that can be"
@@ -280,9 +297,10 @@ class ReconfigureMethods:
         self.previous_ranks = made.previous
         self.joined_ranks = tuple(rank for rank, before in enumerate(made.previous) if before < 0)
         self.lost_ranks = made.lost
-        self.member_ids = tuple(range(size))
+        self.member_ids, self.generation = tuple(range(size)), 0
         if self.when_reconfigured is not None:
-            self.when_reconfigured({before: now for now, before in enumerate(made.previous) if before >= 0})
+            numbers = {before: now for now, before in enumerate(made.previous) if before >= 0}
+            self.when_reconfigured(self, numbers)
 
 
 def without_peers(rank: int, size: int, name: str, timeout_s: float) -> LazyCommunicator:
@@ -295,12 +313,3 @@ def without_peers(rank: int, size: int, name: str, timeout_s: float) -> LazyComm
         )
 
     return LazyCommunicator(rank, size, name, timeout_s, refuse)
-
-
-def refuse_if_reconfigurable(reconfiguration: Reconfiguration | None, group: str, call: str) -> None:
-    """Raise InvalidArgumentError if a group was made to be reconfigured."""
-    if reconfiguration is not None:
-        raise InvalidArgumentError(
-            f"{call}: group {group!r} was made with enable_reconfigure=True; call"
-            " reconfigure() with the handles of the ranks that are left"
-        )

@@ -65,7 +65,7 @@ def make_reconfigurable_world(
         program=world.thread,
         request=request,
     )
-    group.when_reconfigured = partial(_renumber, world, group)
+    group.when_reconfigured = partial(_renumber, world)
     world.default = group
     register(world, group)
     report("joined")
@@ -73,6 +73,7 @@ def make_reconfigurable_world(
 
 def _renumber(world: World, group: ProcessGroup, numbers: Mapping[int, int]) -> None:
     """Have the other groups of a registry follow its default group, which has new peers."""
+    world.rename(group)
     report("grown" if group.joined_ranks else "shrunk")
     why = "the default group was reconfigured, and no longer has its rank {}; destroy this group"
     renumber_others(world, group, numbers, why)

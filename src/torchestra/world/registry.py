@@ -102,6 +102,13 @@ class World:
         del self.groups[group.group_name]
         self._tags.pop(group.group_name, None)
 
+    def rename(self, group: ProcessGroup) -> None:
+        """Enter a group without a tag under the name that it has now."""
+        former = next(name for name, each in self.groups.items() if each is group)
+        self.groups = {
+            group.group_name if name == former else name: each for name, each in self.groups.items()
+        }
+
     def close(self) -> None:
         """Destroy all groups, the last first, and forget them.
 

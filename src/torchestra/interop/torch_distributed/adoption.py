@@ -8,6 +8,9 @@ destroyed it.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import distributed
@@ -47,9 +50,9 @@ def adopt() -> distributed.ProcessGroup:
 
     Every rank must call this after ``torchestra.init_process_group()``, or pass it to that as ``then``. From
     then on code written for torch.distributed has the same ranks: checkpoints, metrics, samplers, DTensor,
-    FSDP2. Operations by either library are of one group, in one order. After ``shrink()``, or when
-    torchestra's world was made again, call this again. ``torch.distributed.destroy_process_group()`` forgets
-    the group; it stays torchestra's, which destroys it.
+    FSDP2. Operations by either library are of one group, in one order. After ``shrink()`` and
+    ``grow()``, or when torchestra's world was made again, call this again; ``reconfigure()`` is followed.
+    ``torch.distributed.destroy_process_group()`` forgets the group; it stays torchestra's, which destroys it.
 
     Raises:
         NotInitializedError: torchestra has no default group.
@@ -62,11 +65,6 @@ def adopt() -> distributed.ProcessGroup:
         raise InvalidArgumentError(
             f"adopt: torch.distributed has one world in a process, and this rank's backend is"
             f" {inner.backend!r}; run ranks as processes"
-        )
-    if inner.supports_reconfigure:
-        raise InvalidArgumentError(
-            "adopt: torchestra's default group can be reconfigured, which torch.distributed would not notice;"
-            " make it by torch.distributed.init_process_group(enable_reconfigure=True)"
         )
     known: Any = default_group()
     if known is not None:
@@ -86,7 +84,23 @@ def adopt() -> distributed.ProcessGroup:
     devices = distributed.distributed_c10d.BackendConfig(distributed.Backend(backend))
     enter_group(group, backend, str(devices), store, range(inner.size()), next_name())
     set_default(group)
+    if inner.supports_reconfigure:
+        inner.when_reconfigured = partial(_follow, weakref.ref(group), inner.when_reconfigured)
     return group
+
+
+def _follow(
+    adopted: weakref.ref[AdoptedGroup],
+    follow_others: Callable[[ProcessGroup, Mapping[int, int]], None] | None,
+    inner: ProcessGroup,
+    numbers: Mapping[int, int],
+) -> None:
+    """Have torch.distributed's view follow the group, after the registry of torchestra's groups has."""
+    if follow_others is not None:
+        follow_others(inner, numbers)
+    group = adopted()
+    if group is not None and group.inner is inner:
+        group.follow_inner()
 
 
 def use() -> ProcessGroup:

@@ -375,11 +375,16 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
             work = self.inner.reconfigure(opts.uuid, opts.handles, opts.timeout, opts.hints)
         except DistError as error:
             raise as_torch_error(error) from error.__cause__
+        self.follow_inner()
+        return TorchestraWork(work)
+
+    def follow_inner(self) -> None:
+        """Take over the ranks of the group of torchestra, which has been reconfigured."""
+        self._fast_path, self._block = None, None
         self._rank, self._size = self.inner.rank(), self.inner.size()
         if self in c10d_python._world.pg_group_ranks:
             c10d_python._world.pg_group_ranks[self] = {rank: rank for rank in range(self._size)}
         self._read_requested()
-        return TorchestraWork(work)
 
     def move_to(self, store: c10d.Store) -> None:
         """Use another store for parts of the group, and for groups of other devices."""
