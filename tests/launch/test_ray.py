@@ -306,3 +306,55 @@ def test_a_node_that_dies_is_named_with_its_ranks(cluster: Any, tmp_path: Path) 
     assert host in str(caught.value)
     assert "is lost: its Ray node died" in str(caught.value)
     assert any(f"with ranks {n}, {n + 1} is lost" in str(caught.value) for n in (0, 2, 4))
+
+
+TRAINING = """
+    import os, pathlib, signal, sys, time
+    import torch
+    import torchestra as dist
+    from torchestra import elastic
+
+    folder, ranks = pathlib.Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    state = elastic.State(model, torch.optim.Adam(model.parameters()))
+    inputs = torch.arange(128.0).reshape(16, 8) / 128
+    first = "TORCHESTRA_JOIN" not in os.environ
+    dist.init_process_group()
+    for shard in elastic.shards(state, steps=12, shards=6, minimum=ranks):
+        if ranks > 1 and shard.step == 3 and os.environ["RANK"] == "1" and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ranks > 1 and shard.step == 7:
+            (folder / f"seven-{os.environ['RANK']}").touch()
+            while not (folder / "removed").exists():
+                time.sleep(0.02)
+        batch = inputs[shard.indices(16, 12)]
+        shard.backward(model(batch).square().sum(), samples=len(batch))
+    print("weights", model.weight.detach().numpy().tobytes().hex(), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_an_elastic_job_replaces_ranks_that_die_alone_or_with_their_node(
+    cluster: Any, start: Starter, tmp_path: Path
+) -> None:
+    """A rank is started again by its actor; those of a lost node by a spare actor, or in Ray's next place."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(TRAINING))
+    third = cluster.add_node(**node("third"))
+    options = ("--nproc", "3", "--elastic", "1:3", "--spares", "1", "--strategy", "SPREAD")
+    more = ("--env", "TORCHESTRA_HEARTBEAT=5", "job.py", str(tmp_path))
+    job = start(*options, *more)
+    deadline = time.monotonic() + LIMIT_S
+    while len(list(tmp_path.glob("seven-*"))) < 3 and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.05)
+    cluster.remove_node(third, allow_graceful=False)
+    (tmp_path / "removed").touch()
+    out, err = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, err
+    command = [sys.executable, "-m", "torchestra", "run", "--nproc", "1", "job.py", str(tmp_path)]
+    undisturbed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    weights = undisturbed.stdout.strip()
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {weights}" for rank in range(3)], err
+    assert "torchestra: rank 1: its replacement has joined" in err
+    assert "is lost: its Ray node died" in err
+    assert err.count("its replacement trains") >= 2, err

@@ -6,23 +6,28 @@ import contextlib
 import os
 import socket
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+import torchestra
 from torchestra.errors import LaunchTimeoutError, RankError
+from torchestra.launcher.failure_report import conclude
 from torchestra.launcher.job import Job
 from torchestra.launcher.launched_job import LaunchedJob
 from torchestra.launcher.on_ray.actor import RankActor
 from torchestra.launcher.on_ray.backend import RayBackend
 from torchestra.launcher.on_ray.messages import ActorInfo, EventBatch
-from torchestra.launcher.on_ray.placement import PlacedRank, Placement
+from torchestra.launcher.on_ray.placement import Placement
 from torchestra.launcher.output import open_sinks
 from torchestra.launcher.pickling import dump_call
+from torchestra.launcher.replacements import ElasticLimits, Replacements
 from torchestra.launcher.spec import JobSpec, Script
 
 
@@ -49,6 +54,10 @@ class FakeRay:
             RayError=RayError, RayTaskError=RayTaskError, ActorUnavailableError=ActorUnavailableError
         )
 
+    def kill(self, handle: Handle) -> None:
+        """End the actor's rank; what it serves of the store stays, as if two of three could not be lost."""
+        handle.actor.end_rank()
+
     def put(self, thing: object) -> object:
         return thing
 
@@ -62,12 +71,18 @@ class Handle:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.actor = RankActor()
         self.spoil: Callable[[EventBatch], None] = lambda batch: None
+        self.name = "node9"
         self._pool = pool
+
+    def info_of_node(self) -> ActorInfo:
+        return ActorInfo(self.name, self.name, "127.0.0.1", (), "", torchestra.__version__)
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
             def run() -> Any:
                 try:
+                    if name == "info":
+                        return self.info_of_node()
                     result = getattr(self.actor, name)(*arguments)
                 except Exception as error:
                     raise RayTaskError(error) from error
@@ -81,34 +96,46 @@ class Handle:
         return SimpleNamespace(remote=call)
 
 
-class Stage:
-    """Ranks on pretended nodes, two on each."""
+class Stage(Placement):
+    """Ranks on pretended nodes, two on each, and perhaps actors more."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, spares: int = 0) -> None:
         self.pool = ThreadPoolExecutor(16)
-        self.handles = [Handle(self.pool) for _ in range(ranks)]
-        names = [f"node{rank // 2}" for rank in range(ranks)]
+        self.handles = [Handle(self.pool) for _ in range(ranks + spares)]
+        names = [f"node{index // 2}" for index in range(ranks + spares)]
         self.ray = FakeRay(names)
-        self.ranks_placed = [
-            PlacedRank(
-                handle, ActorInfo(names[rank], names[rank], "127.0.0.1", (), "", ""), rank % 2, 2, rank // 2
-            )
-            for rank, handle in enumerate(self.handles)
-        ]
+        self._actors, self._ranks = list(self.handles), ranks
+        for handle, name in zip(self.handles, names, strict=True):
+            handle.name = name
+        self._number([handle.info_of_node() for handle in self.handles])
 
-    def call(self, replies: list[Any], purpose: str) -> list[Any]:
+    def _start_actor(self, bundle: int) -> Handle:
+        self.handles.append(Handle(self.pool))
+        return self.handles[-1]
+
+    def call(self, replies: Sequence[Any], purpose: str) -> list[Any]:
         return [reply.future().result() for reply in replies]
 
     def launch(self, function: Callable[[], Any], timeout: float | None = None, **more: Any) -> list[Any]:
         """As launch_on_ray does it, but for the cluster."""
         target = more.pop("target", None) or dump_call(function, (), elsewhere=True)
         spec = JobSpec(len(self.ranks_placed), target, environment={}, directory=more.pop("directory", ""))
-        backend = RayBackend(cast(Placement, self), {"MY_OWN": "word"})
+        backend = RayBackend(self, {"MY_OWN": "word"})
         job = Job(backend, spec, open_sinks(sys.stdout, sys.stderr))
         launched = LaunchedJob(job, timeout)
         with contextlib.closing(job):
             launched.run()
             return launched.results()
+
+    def run_elastic(self, script: Path, *arguments: str) -> tuple[int | None, list[str]]:
+        """As ``torchestra run --on ray --elastic`` does it; return exit code and the launcher's lines."""
+        ranks, lines = len(self.ranks_placed), []
+        spec = JobSpec(ranks, Script(str(script), arguments), environment={}, directory=str(script.parent))
+        job = Job(RayBackend(self, {}, elastic=True), spec, open_sinks(sys.stdout, sys.stderr))
+        job.policy = Replacements(job, ElasticLimits(1, ranks), lines.append)
+        with contextlib.closing(job):
+            job.run()
+        return conclude(job, []), lines
 
     def close(self) -> None:
         for handle in self.handles:
@@ -117,13 +144,13 @@ class Stage:
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
     """Make a stage. Where the actors would ask Ray, they find nothing special."""
     monkeypatch.setattr("torchestra.launcher.on_ray.actor._search_path", lambda: tuple(sys.path))
     stages: list[Stage] = []
 
-    def make(ranks: int) -> Stage:
-        stages.append(Stage(ranks))
+    def make(ranks: int, spares: int = 0) -> Stage:
+        stages.append(Stage(ranks, spares))
         return stages[-1]
 
     yield make
@@ -226,3 +253,52 @@ def test_a_rank_that_is_stopped_before_it_exists_never_starts(stage, monkeypatch
     with pytest.raises(LaunchTimeoutError, match=r"rank 0 of 1 had not finished after 0\.01 s"):
         stage(1).launch(wait, timeout=0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+MEMBER = """
+    import os, pathlib, signal, sys, time
+    import torchestra as dist
+    from torchestra.system.phases import report
+    folder, rank, join = pathlib.Path(sys.argv[1]), os.environ["RANK"], os.environ.get("TORCHESTRA_JOIN")
+    addresses, secret = os.environ["TORCHESTRA_STORE"].split(","), os.environ["TORCHESTRA_SECRET"]
+    store = dist.ReplicatedStore(addresses, secret=secret)
+    times = store.add(f"times/{rank}", 1)
+    assert join == (None if times == 1 else "1"), (rank, join, times)
+    report("joined")
+    report("trains")
+    local = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
+    store.set(f"there/{rank}/{times}", " ".join(local))
+    store.wait(["there/0/1", "there/1/1"])
+    if rank == "0" and times == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == "1" and times < 3:
+        (folder / f"mortal{times}").touch()
+        time.sleep(1e6)
+    store.wait(["there/0/2", "there/1/3"])
+    print(*(store.get(key).decode() for key in ("there/0/2", "there/1/2", "there/1/3")), flush=True)
+"""
+
+
+def test_ranks_are_replaced_by_their_actor_a_spare_one_and_a_new_one(stage, tmp_path, capsys) -> None:
+    """A rank that dies is forked again where it was; one that has lost its actor starts at another."""
+    script = tmp_path / "member.py"
+    script.write_text(textwrap.dedent(MEMBER))
+    there = stage(2, spares=1)
+
+    def lose(actor: Handle, which: int) -> None:
+        def die(batch: EventBatch) -> None:
+            if (tmp_path / f"mortal{which}").exists():
+                raise RayError("The actor died.")
+
+        actor.spoil = die
+
+    lose(there.handles[1], 1)
+    lose(there.handles[2], 2)
+    code, lines = there.run_elastic(script, str(tmp_path))
+    assert code == 0, lines
+    out = capsys.readouterr().out.splitlines()
+    assert sorted(out) == [f"[rank {rank}] 0 2 0 0 1 1 0 1 2" for rank in range(2)]
+    said = "".join(lines)
+    assert said.count("torchestra: rank 1: its replacement has started") == 2, said
+    assert said.count("torchestra: rank 0: its replacement trains") == 1, said
+    assert len(there.handles) == 4, "two ranks, the spare actor, and the new one"

@@ -21,7 +21,7 @@ from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.on_ray.options import add_ray_arguments, ray_arguments_given
 from torchestra.launcher.output import OutputSink, open_sinks
 from torchestra.launcher.port_reservation import PortReservation
-from torchestra.launcher.replacements import ElasticLimits, Replacements
+from torchestra.launcher.replacements import PRELOADED, ElasticLimits, Replacements
 from torchestra.launcher.root_cause import FailedRank
 from torchestra.launcher.signals import ENDING, open_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
@@ -29,7 +29,6 @@ from torchestra.launcher.stdin import StandardInput
 from torchestra.system.switch import SERVED_BACKENDS, SWITCH_VARIABLE
 
 _NO_SUCH_FILE = 2
-_PRELOADED = ("torch._dynamo",)  # torch's optimizers import it when the first is made, which takes a second
 _SETTLE_CONSEQUENCE_OF_NODES_S = 1.0  # the cause may be on another node, whose launcher tells of it
 
 _STORE_REPLICAS = 3
@@ -49,7 +48,7 @@ group.shrink(): see docs/guides/surviving-failures.md. With --nnodes, N is of th
 With --elastic MIN:MAX a rank that fails is replaced at once while the others go on; the replacement finds
 TORCHESTRA_JOIN=1 and joins them in init_process_group(). The job ends when fewer than MIN ranks are left,
 when --max-restarts are used up, or when three replacements of a rank in a row fail before they have done a
-step. For programs that let ranks in: see docs/guides/surviving-failures.md.
+step. For programs that let ranks in: see docs/guides/surviving-failures.md. With --on ray it needs --nproc.
 
 With --nnodes N the job has ranks on N hosts: on each, run the same command with --rendezvous HOST:PORT (of
 node 0) and its own --node-rank; --nproc may differ. All need the same TORCHESTRA_SECRET in their environment.
@@ -164,7 +163,8 @@ def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
         type=count_argument,
         default=0,
         metavar="K",
-        help="how many hosts beside --nnodes, with the next --node-ranks, wait to take a lost one's place",
+        help="how many hosts beside --nnodes, with the next --node-ranks, wait to take a lost one's place;"
+        " with --on ray, how many places for ranks are kept beside --nproc",
     )
     parser.add_argument(
         "--max-restarts",
@@ -199,8 +199,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return "--nnodes needs --rendezvous HOST:PORT of node 0"
     if options.on == "ray" and options.nnodes > 1:
         return "--nnodes is for hosts on which this command is run; with --on ray, Ray chooses the nodes"
-    if options.spares and (options.elastic is None or options.nnodes == 1):
-        return "--spares is for --elastic with --nnodes"
+    if options.spares and (options.elastic is None or (options.nnodes == 1 and options.on is None)):
+        return "--spares is for --elastic with --nnodes or --on ray"
     if options.elastic is None and options.max_restarts is not None:
         return "--max-restarts is for --elastic MIN:MAX"
     if options.elastic is not None and (wrong := _wrong_elastic(options)) is not None:
@@ -217,8 +217,8 @@ def _wrong_elastic(options: argparse.Namespace) -> str | None:
         return (
             "--max-failures is for jobs that replace nobody: with --elastic, MIN says how many may be missing"
         )
-    if options.on == "ray":
-        return "--elastic is not for --on ray"
+    if options.on == "ray" and options.nproc is None:
+        return "--elastic with --on ray needs --nproc"
     if options.nnodes == 1 and not least <= ranks <= most:
         return f"--nproc is {ranks}, which is not within --elastic {least}:{most}"
     return None
@@ -264,7 +264,7 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
         first_rank=nodes.first_rank if nodes else 0,
         world_size=nodes.world_size if nodes else None,
         joins=nodes.joins if nodes else False,
-        preload=_PRELOADED if options.elastic is not None else (),
+        preload=PRELOADED if options.elastic is not None else (),
     )
     most = min(options.max_failures, (spec.world_size or nproc) - 1)  # one must end well
     return _run_ranks(spec, server, ports, nodes, most, _elastic_limits(options))

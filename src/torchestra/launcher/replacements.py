@@ -27,6 +27,10 @@ from torchestra.launcher.root_cause import FailedRank, describe_exit, root_cause
 from torchestra.launcher.spec import PhaseReached, StoreServed
 from torchestra.system.phases import Phase
 
+PRELOADED = ("torch._dynamo",)
+"""Modules that replacements would wait for: torch's optimizers import this when the first is made, for a
+second."""
+
 _MAX_FAILED_IN_A_ROW = 3
 _USEFUL_AFTER_S = 10.0
 """A replacement that has been a member for so long was of use, though it reports no steps."""

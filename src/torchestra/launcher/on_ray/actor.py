@@ -1,4 +1,7 @@
-"""The actor that holds one rank: it has the rank forked, and keeps its events for the launcher to fetch."""
+"""The actor that holds one rank: it has the rank forked, and keeps its events for the launcher to fetch.
+
+In an elastic job the fork server stays after the rank has died, and forks its replacement.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import BinaryIO
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.launcher.backend import JobListener
 from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.flight_dumps import FlightDumps
@@ -24,7 +28,8 @@ from torchestra.launcher.on_ray.messages import ActorInfo, Event, EventBatch, Pr
 from torchestra.launcher.port_reservation import PortReservation
 from torchestra.launcher.root_cause import failure_from
 from torchestra.launcher.spec import Ended, Failure, JobSpec, PhaseReached, Script, StoreServed
-from torchestra.store import TCPStoreServer
+from torchestra.store import StoreReplica, TCPStoreServer
+from torchestra.store.tcp.address import Address, listen
 
 CONCURRENT_CALLS = 4
 """One call listens, one listens again after a broken connection, one signals, one closes."""
@@ -34,10 +39,15 @@ _KEPT_BYTES = 16 << 20
 
 
 class RankActor:
-    """Holds one rank of a job and, on rank 0's node, the job's store. The launcher calls its methods."""
+    """Holds one rank of a job, and serves the job's store or a replica of it if it is told to.
+
+    The launcher calls its methods.
+    """
 
     def __init__(self) -> None:
-        self._store: TCPStoreServer | None = None
+        self._store: TCPStoreServer | StoreReplica | None = None
+        self._listener: socket.socket | None = None  # of the store, until it is served
+        self._server: ForkServerClient | None = None  # of a rank that is not there yet
         self._master: PortReservation | None = None
         self._held: _HeldRank | None = None
 
@@ -57,11 +67,32 @@ class RankActor:
             version=torchestra.__version__,
         )
 
-    def serve_store(self, address: str, secret: str) -> tuple[int, int]:
-        """Serve the job's store, which survives any rank's death; return its port, and a MASTER_PORT."""
-        self._store = TCPStoreServer(address, secret=secret)
+    def reserve_ports(self, address: str) -> tuple[int, int]:
+        """Listen for clients of the job's store; return the port, and a MASTER_PORT."""
+        self._listener = listen(Address(address, 0), secured=True)
         self._master = PortReservation("")
-        return self._store.port, self._master.master_port
+        return self._listener.getsockname()[1], self._master.master_port
+
+    def serve_store(self, index: int, addresses: Sequence[str], secret: str) -> None:
+        """Serve the job's store, which survives any rank's death; if there are several addresses, a replica.
+
+        Args:
+            index: which of the addresses is this actor's.
+        """
+        assert self._listener is not None
+        descriptor, self._listener = self._listener.detach(), None
+        if len(addresses) == 1:
+            self._store = TCPStoreServer(listen_fd=descriptor, secret=secret)
+        else:
+            self._store = StoreReplica(index, addresses, listen_fd=descriptor, secret=secret)
+
+    def warm_up(self, variables: Mapping[str, str]) -> None:
+        """Begin to load what a rank needs, before it is known which one this actor will hold.
+
+        Args:
+            variables: as for :meth:`start`.
+        """
+        self._server = ForkServerClient.spawned({**os.environ, **variables})
 
     def start(self, spec: JobSpec, rank: int, local_rank: int, variables: Mapping[str, str]) -> None:
         """Begin to start the rank.
@@ -86,7 +117,18 @@ class RankActor:
             world_size=spec.nproc,
         )
         _check_files(own)
-        self._held = _HeldRank(own)
+        server = self._server or ForkServerClient.spawned(own.environment)
+        self._server = None
+        self._held = _HeldRank(own, server)
+
+    def replace(self) -> None:
+        """Begin to start the rank again, whose process has ended; it is to join the others.
+
+        Raises:
+            DistBackendError: its fork server has ended.
+        """
+        assert self._held is not None
+        self._held.replace()
 
     def listen(self, seen: int) -> EventBatch:
         """Wait a while for events; forget the first ``seen``, and return later ones."""
@@ -98,10 +140,19 @@ class RankActor:
         if self._held is not None:
             self._held.signal(signal.Signals(signum), final)
 
-    def close(self) -> None:
+    def end_rank(self) -> None:
         """End the rank if it still runs; it is gone when this returns."""
         if self._held is not None:
             self._held.close()
+            self._held = None
+
+    def close(self) -> None:
+        """End the rank if it still runs, and all that is served here; it is gone when this returns."""
+        self.end_rank()
+        if self._server is not None:
+            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._store is not None:
             self._store.close()
         if self._master is not None:
@@ -132,7 +183,7 @@ def _check_files(spec: JobSpec) -> None:
 class _HeldRank(JobListener):
     """A rank, its fork server, and a thread that runs the event loop for both."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, server: ForkServerClient) -> None:
         self.spec = spec
         self.loop = EventLoop()
         self._events: deque[Event] = deque()
@@ -143,7 +194,7 @@ class _HeldRank(JobListener):
         self._over = False
         self._dumps = FlightDumps(spec.environment.get("TORCHESTRA_RECORD"))
         self._pids: list[int] = []
-        self._server = ForkServerClient.spawned(spec.environment)
+        self._server = server
         self._backend = ForkBackend(self._server, PortReservation())
         self._thread = threading.Thread(target=self._run, name="torchestra-rank", daemon=True)
         self._thread.start()
@@ -164,6 +215,15 @@ class _HeldRank(JobListener):
                 batch.append(event)
                 size += _size(event)
             return EventBatch(self._first, tuple(batch), time.monotonic())
+
+    def replace(self) -> None:
+        """See :meth:`RankActor.replace`."""
+        if not self._thread.is_alive():
+            raise DistBackendError(
+                f"the process that forks rank {self.spec.first_rank} on host {socket.gethostname()} has ended"
+            )
+        self._pids.clear()
+        self.loop.call_soon_threadsafe(partial(self._backend.replace, 0))
 
     def signal(self, signum: signal.Signals, final: bool) -> None:
         """See :meth:`RankActor.signal`."""
@@ -248,7 +308,6 @@ class _HeldRank(JobListener):
     def ended(self, end: Ended) -> None:
         self._backend.drain()
         self._add(end)
-        self._over = True
 
     def lost(self) -> None:
         pass

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import secrets
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
+from torchestra.errors import DistError
 from torchestra.launcher.backend import LaunchBackend
 from torchestra.launcher.channel import anonymous_file
 from torchestra.launcher.failure_report import ranks_phrase
-from torchestra.launcher.on_ray.messages import Event, EventBatch, Printed, ResultChunk, Started
-from torchestra.launcher.on_ray.placement import PlacedRank, Placement
+from torchestra.launcher.on_ray.job_variables import job_variables
+from torchestra.launcher.on_ray.messages import ActorInfo, Event, EventBatch, Printed, ResultChunk, Started
+from torchestra.launcher.on_ray.placement import HeldActor, PlacedRank, Placement
 from torchestra.launcher.spec import Ended, Failure, PhaseReached
-from torchestra.store.secret import SECRET_VARIABLE
 
 _RETRY_S = 0.5
 _UNREACHABLE_S = 30.0
 _LAST_WAIT_S = 5.0
-_OF_A_HOST = frozenset({"TORCHESTRA_HOST_ID", "TORCHESTRA_STORE"})
 
 
 class _Rank:
@@ -41,10 +39,13 @@ class _Rank:
         silent_since: when the first call failed after the last successful one.
         result: the pickled result, as far as it has arrived.
         over: whether nothing more is expected.
+        lost: whether its actor has failed or is gone.
+        moving: whether it waits for another actor.
     """
 
     def __init__(self, placed: PlacedRank) -> None:
         self.placed = placed
+        self.lost = self.moving = False
         self.seen = 0
         self.clock_offset = math.inf
         self.silent_since: float | None = None
@@ -58,30 +59,83 @@ class RayBackend(LaunchBackend):
     Args:
         placement: the actors; the caller closes it.
         env: environment variables of the ranks, in addition to those of their nodes, which they override.
+        elastic: whether ranks may be replaced: then the store is replicated, and spare actors get ready.
 
     Raises:
-        DistError: the job's store cannot be served on the node of rank 0.
+        DistError: the job's store cannot be served.
     """
 
-    def __init__(self, placement: Placement, env: Mapping[str, str]) -> None:
+    def __init__(self, placement: Placement, env: Mapping[str, str], *, elastic: bool = False) -> None:
         self._ray = placement.ray
+        self._placement = placement
         self._ranks = [_Rank(placed) for placed in placement.ranks_placed]
-        self._variables = {**_settings(), **env, **_rendezvous(placement, env)}
+        self._variables = job_variables(placement, env, replicated=elastic)
+        self._joining: Any = None  # the spec of replacements, in Ray's object store
 
     def _start(self) -> None:
         self.listener.begun()
         spec = self._ray.put(self.listener.spec)
-        for index, rank in enumerate(self._ranks):
-            placed = rank.placed
-            reply = placed.actor.start.remote(spec, index, placed.local_rank, self._variables_of(placed))
-            self._expect(index, reply)
+        for index in range(len(self._ranks)):
+            self._start_rank(index, spec)
+        for spare in self._placement.spares:
+            spare.actor.warm_up.remote(self._variables)
+
+    def _start_rank(self, index: int, spec: Any) -> None:
+        rank = self._ranks[index]
+        placed = rank.placed
+        reply = placed.actor.start.remote(spec, index, placed.local_rank, self._variables_of(placed))
+        self._expect(index, rank, reply)
 
     def signal(self, signum: signal.Signals, final: bool, rank: int | None = None) -> None:
-        for index, held in enumerate(self._ranks):
-            if not held.over and rank in (None, index):
+        signalled = [
+            (index, held) for index, held in enumerate(self._ranks) if not held.over and rank in (None, index)
+        ]
+        for index, held in signalled:
+            if not held.moving:
                 held.placed.actor.signal.remote(int(signum), final)
+            elif final or signum == signal.SIGKILL:  # it has no process yet
+                self._end(index, held, -signum)
         if signum == signal.SIGKILL:
-            self.listener.loop.call_at(time.monotonic() + _LAST_WAIT_S, self._give_up)
+            give_up = partial(self._give_up, signalled)
+            self.listener.loop.call_at(time.monotonic() + _LAST_WAIT_S, give_up)
+
+    # Replacements
+
+    def replace(self, rank: int) -> None:
+        """Have a rank started again: by its actor, or by another one if that is lost."""
+        held = self._ranks[rank]
+        if held.lost:
+            self._move(rank, held.placed.held.bundle)
+            return
+        again = self._ranks[rank] = _Rank(held.placed)
+        again.seen, again.clock_offset = held.seen, held.clock_offset
+        self._expect(rank, again, held.placed.actor.replace.remote())
+
+    def _move(self, index: int, bundle: int) -> None:
+        rank = self._ranks[index] = _Rank(self._ranks[index].placed)
+        rank.moving = True
+        actor, bundle = self._placement.another_actor(bundle)
+        loop = self.listener.loop
+        actor.info.remote().future().add_done_callback(
+            lambda done: loop.call_soon_threadsafe(partial(self._moved, index, rank, actor, bundle, done))
+        )
+
+    def _moved(self, index: int, rank: _Rank, actor: Any, bundle: int, reply: Future[ActorInfo]) -> None:
+        """Start a rank at the actor that was found for it, or look for another, if that is gone, too."""
+        if rank.over:
+            return
+        try:
+            rank.placed = self._placement.move(index, HeldActor(actor, reply.result(), bundle))
+        except (self._ray.exceptions.RayError, DistError) as error:
+            if self._placement.spares:
+                self._move(index, bundle)
+            else:
+                self._lose(index, rank, error)
+            return
+        rank.moving = False
+        if self._joining is None:
+            self._joining = self._ray.put(replace(self.listener.spec, joins=True))
+        self._start_rank(index, self._joining)
 
     def drain(self) -> None:
         """Do nothing: a rank's output comes before its end."""
@@ -101,44 +155,43 @@ class RayBackend(LaunchBackend):
 
     # Calls and their replies
 
-    def _expect(self, index: int, reply: Any) -> None:
+    def _expect(self, index: int, rank: _Rank, reply: Any) -> None:
         future: Future[EventBatch | None] = reply.future()
         loop = self.listener.loop  # one of Ray's threads calls:
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(partial(self._take, index, done)))
+        future.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(partial(self._take, index, rank, done))
+        )
 
-    def _listen(self, index: int) -> None:
-        rank = self._ranks[index]
-        self._expect(index, rank.placed.actor.listen.remote(rank.seen))
+    def _listen(self, index: int, rank: _Rank) -> None:
+        self._expect(index, rank, rank.placed.actor.listen.remote(rank.seen))
 
-    def _take(self, index: int, reply: Future[EventBatch | None]) -> None:
-        rank = self._ranks[index]
+    def _take(self, index: int, rank: _Rank, reply: Future[EventBatch | None]) -> None:
         if rank.over:
             return
         try:
             batch = reply.result()
         except self._ray.exceptions.ActorUnavailableError as error:
-            self._ask_later(index, error)
+            self._ask_later(index, rank, error)
             return
         except self._ray.exceptions.RayError as error:
-            self._lose(index, error)
+            self._lose(index, rank, error)
             return
         rank.silent_since = None
         if batch is not None:
-            self._take_events(index, batch)
+            self._take_events(index, rank, batch)
         if not rank.over:
-            self._listen(index)
+            self._listen(index, rank)
 
-    def _ask_later(self, index: int, error: Exception) -> None:
+    def _ask_later(self, index: int, rank: _Rank, error: Exception) -> None:
         """Call again after the connection broke: it is restored, or Ray learns that the actor is gone."""
-        rank, now = self._ranks[index], time.monotonic()
+        now = time.monotonic()
         rank.silent_since = rank.silent_since or now
         if now - rank.silent_since > _UNREACHABLE_S:
-            self._lose(index, error)
+            self._lose(index, rank, error)
         else:
-            self.listener.loop.call_at(now + _RETRY_S, partial(self._listen, index))
+            self.listener.loop.call_at(now + _RETRY_S, partial(self._listen, index, rank))
 
-    def _take_events(self, index: int, batch: EventBatch) -> None:
-        rank = self._ranks[index]
+    def _take_events(self, index: int, rank: _Rank, batch: EventBatch) -> None:
         rank.clock_offset = min(rank.clock_offset, time.monotonic() - batch.clock)
         for offset, event in enumerate(batch.events, batch.first):
             if offset >= rank.seen:
@@ -166,11 +219,11 @@ class RayBackend(LaunchBackend):
 
     # Ranks that no longer answer
 
-    def _lose(self, index: int, error: Exception) -> None:
+    def _lose(self, index: int, rank: _Rank, error: Exception) -> None:
         """Report that the rank's actor has failed or is gone, and the rank with it."""
         now = time.monotonic()
         why = self._why_lost(index, error)
-        self._ranks[index].over = True
+        rank.over = rank.lost = True
         self.listener.failed(index, Failure(now, 1, why, f"{why}\n"))
         self.listener.ended(Ended(index, 1, now))
 
@@ -186,36 +239,12 @@ class RayBackend(LaunchBackend):
         reason = str(error).strip().splitlines()[-1]
         return f"the Ray actor of rank {index} on {host} is lost: {reason}"
 
-    def _give_up(self) -> None:
+    def _give_up(self, killed: Sequence[tuple[int, _Rank]]) -> None:
         """Stop waiting for ranks that should have been killed a while ago and have not answered."""
-        for index, rank in enumerate(self._ranks):
+        for index, rank in killed:
             if not rank.over:
-                rank.over = True
-                self.listener.ended(Ended(index, -signal.SIGKILL, time.monotonic()))
+                self._end(index, rank, -signal.SIGKILL)
 
-
-def _settings() -> dict[str, str]:
-    """Return the environment's variables for torchestra, except those that concern this host."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("TORCHESTRA_") and name not in _OF_A_HOST
-    }
-
-
-def _rendezvous(placement: Placement, env: Mapping[str, str]) -> dict[str, str]:
-    """Serve the job's store on rank 0's node, as nodes may not reach the launcher; return its variables."""
-    first = placement.ranks_placed[0]
-    secret = env.get(SECRET_VARIABLE) or os.environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
-    address = first.info.address
-    reply = first.actor.serve_store.remote(address, secret)
-    ((port, master_port),) = placement.call([reply], f"serve the job's store on host {first.info.host}")
-    named = f"[{address}]" if ":" in address else address
-    return {
-        "WORLD_SIZE": str(len(placement.ranks_placed)),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(master_port),
-        "TORCHESTRA_SECRET": secret,
-        "TORCHESTRA_STORE": f"{named}:{port}",
-        "RAY_ADDRESS": first.info.cluster,
-    }
+    def _end(self, index: int, rank: _Rank, exit_code: int) -> None:
+        rank.over = rank.lost = True
+        self.listener.ended(Ended(index, exit_code, time.monotonic()))

@@ -21,6 +21,7 @@ from torchestra.launcher.on_ray.options import RayOptions, ray_options
 from torchestra.launcher.on_ray.placement import Cluster
 from torchestra.launcher.output import open_sinks
 from torchestra.launcher.pickling import dump_call
+from torchestra.launcher.replacements import PRELOADED, ElasticLimits, Replacements
 from torchestra.launcher.signals import run_job
 from torchestra.launcher.spec import JobSpec, Script
 
@@ -56,8 +57,10 @@ def run_on_ray(options: argparse.Namespace) -> int:
             for signum in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(signum, _leave)
             ranks = options.nproc or cluster.ranks_at_most()
-            with contextlib.closing(cluster.place(ranks)) as placement:
-                job = _job(options, ranks, RayBackend(placement, _environment(options)))
+            with contextlib.closing(cluster.place(ranks, options.spares)) as placement:
+                elastic = options.elastic is not None
+                backend = RayBackend(placement, _environment(options), elastic=elastic)
+                job = _job(options, ranks, backend)
                 with contextlib.closing(job):
                     code = run_job(job, received)
         return conclude(job, received) if code is None else code
@@ -80,9 +83,14 @@ def _job(options: argparse.Namespace, ranks: int, backend: RayBackend) -> Job:
         target=Script(options.script, tuple(options.arguments), options.module),
         environment={},
         directory=os.getcwd() if options.working_dir is None else "",
+        preload=PRELOADED if options.elastic is not None else (),
     )
     sinks = open_sinks(sys.stdout, sys.stderr)
     job = Job(backend, spec, sinks, options.max_failures)
+    if options.elastic is not None:
+        least, most = options.elastic
+        limits = ElasticLimits(least, most, options.max_restarts)
+        job.policy = Replacements(job, limits, sinks[1].say)
     job.when_survived = lambda failed: sinks[1].say(survived_report(job, failed))
     return job
 

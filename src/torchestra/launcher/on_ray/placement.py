@@ -61,15 +61,16 @@ class Cluster:
         fit = (int(there.get(resource, 0) // amount) for resource, amount in self._options.bundle.items())
         return max(1, min(fit))
 
-    def place(self, ranks: int) -> Placement:
-        """Return places for ``ranks`` ranks.
+    def place(self, ranks: int, spares: int = 0) -> Placement:
+        """Return places for ``ranks`` ranks, and so many more for replacements.
 
         Raises:
             LaunchTimeoutError: the cluster did not provide them in time.
             DistError: an actor could not start.
         """
         # If torchestra connected to the cluster, the connection already has the runtime environment.
-        return Placement(self.ray, self._options, ranks, None if self._own else self._options.runtime_env)
+        environment = None if self._own else self._options.runtime_env
+        return Placement(self.ray, self._options, ranks, environment, spares)
 
     def close(self) -> None:
         """Disconnect from the cluster, if this object connected."""
@@ -88,21 +89,43 @@ def _check_reachable(address: str | None) -> None:
         raise DistError(f"no connection to a Ray cluster at {address}: {error}") from error
 
 
-class PlacedRank(NamedTuple):
-    """The place of one rank.
+class HeldActor(NamedTuple):
+    """An actor that answers.
 
     Attributes:
-        actor: a handle on its :class:`RankActor`.
-        info: the actor's node and resources.
-        local_rank, local_size: its number among the ranks on the same node, and how many they are.
-        node: the node's number.
+        actor: a handle on the :class:`RankActor`.
+        info: its node and resources.
+        bundle: the number of its bundle.
     """
 
     actor: Any
     info: ActorInfo
+    bundle: int
+
+
+class PlacedRank(NamedTuple):
+    """The place of one rank.
+
+    Attributes:
+        held: its actor.
+        local_rank, local_size: its number among the ranks on the same node, and how many they are.
+        node: the node's number.
+    """
+
+    held: HeldActor
     local_rank: int
     local_size: int
     node: int
+
+    @property
+    def actor(self) -> Any:
+        """Return the handle on its actor."""
+        return self.held.actor
+
+    @property
+    def info(self) -> ActorInfo:
+        """Return its actor's node and resources."""
+        return self.held.info
 
 
 class Placement:
@@ -112,21 +135,30 @@ class Placement:
 
     Attributes:
         ranks_placed: the place of each rank.
+        spares: actors that no rank has taken yet.
     """
 
     def __init__(
-        self, ray: Any, options: RayOptions, ranks: int, runtime_env: Mapping[str, Any] | None
+        self,
+        ray: Any,
+        options: RayOptions,
+        ranks: int,
+        runtime_env: Mapping[str, Any] | None,
+        spares: int = 0,
     ) -> None:
         self.ray = ray
         self.ranks_placed: list[PlacedRank] = []
+        self.spares: list[HeldActor] = []
         self._options = options
-        self._ranks = ranks
-        self._actors: list[Any] = []
+        self._ranks, self._spares = ranks, spares
+        self._more = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+        self._actors: list[Any] = []  # by bundle
+        self._nodes: list[str] = []  # by the numbers that nodes have in this job
         self._deadline = time.monotonic() + timeout_seconds(options.placement_timeout)
-        self._group = ray.util.placement_group([options.bundle] * ranks, strategy=options.strategy)
+        self._group = ray.util.placement_group([options.bundle] * (ranks + spares), strategy=options.strategy)
         try:
             self._await_group()
-            self._actors = self._start_actors(runtime_env)
+            self._actors = [self._start_actor(bundle) for bundle in range(ranks + spares)]
             refs = [actor.info.remote() for actor in self._actors]
             self._number(self.call(refs, "start the actors of the ranks"))
         except BaseException:
@@ -159,6 +191,41 @@ class Placement:
                 f" every node, or come with runtime_env: {error}"
             ) from error
 
+    def another_actor(self, bundle: int) -> tuple[Any, int]:
+        """Return an actor for a rank that has lost its own, and its bundle: a spare one, else a new one.
+
+        A new one starts in the bundle of the lost one. If the bundle's node is gone, Ray starts it when there
+        is room for the bundle on another.
+        """
+        self._kill(self._actors[bundle])
+        if self.spares:
+            spare = self.spares.pop(0)
+            return spare.actor, spare.bundle
+        self._actors[bundle] = self._start_actor(bundle)
+        return self._actors[bundle], bundle
+
+    def move(self, rank: int, held: HeldActor) -> PlacedRank:
+        """Place a rank that has lost its actor at another."""
+        self._check_versions([held.info])
+        there = [
+            placed
+            for other, placed in enumerate(self.ranks_placed)
+            if other != rank and placed.info.node == held.info.node
+        ]
+        local_rank = min(set(range(len(there) + 1)).difference(each.local_rank for each in there))
+        placed = PlacedRank(held, local_rank, len(there) + 1, self._node_number(held.info))
+        self.ranks_placed[rank] = placed
+        return placed
+
+    def _node_number(self, info: ActorInfo) -> int:
+        if info.node not in self._nodes:
+            self._nodes.append(info.node)
+        return self._nodes.index(info.node)
+
+    def _kill(self, actor: Any) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            self.ray.kill(actor)
+
     def close(self) -> None:
         """End the remaining ranks, their actors and the placement group."""
         ray = self.ray
@@ -166,8 +233,7 @@ class Placement:
             refs = [actor.close.remote() for actor in self._actors]
             ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S) if refs else None
         for actor in self._actors:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(actor)
+            self._kill(actor)
         ray.util.remove_placement_group(self._group)
 
     @property
@@ -188,7 +254,7 @@ class Placement:
                 print(f"torchestra: waiting for Ray: {self._demand()}", file=sys.stderr, flush=True)
 
     def _demand(self) -> str:
-        options, ranks = self._options, self._ranks
+        options, ranks, spares = self._options, self._ranks, self._spares
         all_there, free = self.ray.cluster_resources(), self.ray.available_resources()
         nodes = sum(1 for node in self.ray.nodes() if node["Alive"])
         demand = " and ".join(f"{amount:g} {resource}s" for resource, amount in options.bundle.items())
@@ -196,40 +262,40 @@ class Placement:
             f"{all_there.get(resource, 0):g} {resource}s of which {free.get(resource, 0):g} are free"
             for resource in options.bundle
         )
+        wanted = f"{ranks} ranks and {spares} spare places" if spares else f"{ranks} ranks"
         return (
-            f"{ranks} ranks ask for {demand} each ({options.strategy}), and the cluster has {there},"
+            f"{wanted} ask for {demand} each ({options.strategy}), and the cluster has {there},"
             f" on {nodes} node{'s' if nodes != 1 else ''}"
         )
 
-    def _start_actors(self, runtime_env: Mapping[str, Any] | None) -> list[Any]:
+    def _start_actor(self, bundle: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options = self._options
-        more = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
         remote = self.ray.remote(RankActor)
-        return [
-            remote.options(
-                num_cpus=options.num_cpus,
-                num_gpus=options.num_gpus,
-                max_concurrency=CONCURRENT_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=index
-                ),
-                **more,
-            ).remote()
-            for index in range(self._ranks)
-        ]
+        return remote.options(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            max_concurrency=CONCURRENT_CALLS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+            **self._more,
+        ).remote()
 
     def _number(self, infos: list[ActorInfo]) -> None:
-        """Number the ranks node by node, in the order of the bundles."""
+        """Number the ranks node by node, in the order of the bundles; the last bundles are spare."""
         self._check_versions(infos)
-        members: dict[str, list[int]] = {}
-        for index, info in enumerate(infos):
-            members.setdefault(info.node, []).append(index)
+        held = [HeldActor(self._actors[bundle], info, bundle) for bundle, info in enumerate(infos)]
+        members: dict[str, list[HeldActor]] = {}
+        for each in held[: self._ranks]:
+            members.setdefault(each.info.node, []).append(each)
+        self.spares = held[self._ranks :]
+        self._nodes = list(members)
         self.ranks_placed = [
-            PlacedRank(self._actors[index], infos[index], local_rank, len(indices), node)
-            for node, indices in enumerate(members.values())
-            for local_rank, index in enumerate(indices)
+            PlacedRank(each, local_rank, len(together), node)
+            for node, together in enumerate(members.values())
+            for local_rank, each in enumerate(together)
         ]
 
     def _check_versions(self, infos: list[ActorInfo]) -> None:
