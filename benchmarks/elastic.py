@@ -1,6 +1,8 @@
 """Time what elastic training costs: a step beside DistributedDataParallel, and moving a state to a new rank.
 
     python -m benchmarks.elastic [--ranks 2] [--megabytes 100] [--layers 8] [--width 1024]
+    python -m benchmarks.elastic --agreement    # of 64 ranks that are threads, and 16 that are processes
+    python -m benchmarks.elastic --link 1000    # the state goes over a link of so many Mbit/s; needs root
 
 Prints one line for each. Ranks are processes; every number is the median of several repetitions on rank 0.
 """
@@ -8,20 +10,26 @@ Prints one line for each. Ranks are processes; every number is the median of sev
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 import torchestra as dist
+from benchmarks.namespaces import Namespaces
 from torchestra import elastic
 from torchestra.nn.parallel import DistributedDataParallel
 
 SHARDS, SAMPLES = 4, 16
+_AGREEING: tuple[tuple[Literal["threads", "processes"], int], ...] = (("threads", 64), ("processes", 16))
 
 
 def network(layers: int, width: int) -> nn.Module:
@@ -121,6 +129,69 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
+def agreement(repetitions: int) -> list[float]:
+    """Return how long each call of shrink() took on this rank, after the last rank had left."""
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    took = []
+    for _ in range(repetitions):
+        group = dist.group.WORLD
+        assert group is not None
+        dist.barrier()
+        if group.rank() == group.size() - 1:
+            break
+        with contextlib.suppress(dist.GroupAbortedError):
+            while True:  # until it is gone
+                dist.barrier()
+        began = time.perf_counter()
+        group.shrink()
+        took.append(time.perf_counter() - began)
+    dist.destroy_process_group()
+    return took
+
+
+def slowest_agreement(kind: Literal["threads", "processes"], ranks: int, repetitions: int = 9) -> list[float]:
+    """Return, for each time that a rank left, how long it took the slowest of the others to agree on it."""
+    found = dist.launch(agreement, ranks, repetitions, kind=kind)
+    return [max(times) for times in zip(*found[: ranks - repetitions], strict=True)]
+
+
+def over_link(mbit: int, megabytes: int) -> None:
+    """Print how long a state takes over a link between two namespaces, and its bare bytes."""
+    environment = {**os.environ, "TORCHESTRA_SECRET": os.urandom(16).hex(), "OMP_NUM_THREADS": "1"}
+    with Namespaces(2, mbit) as hosts:
+        environment |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+        program = [sys.executable, "-m", "benchmarks.elastic", "--worker", "--megabytes", str(megabytes)]
+        ranks = [
+            subprocess.Popen([*hosts.inside(rank), *program], env={**environment, "RANK": str(rank)})
+            for rank in range(2)
+        ]
+        codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        sys.exit(f"the ranks ended with {codes}")
+    print(f"of {mbit} Mbit/s the bare bytes take {megabytes * 8 * 1.048576 / mbit * 1e3:.0f} ms")
+
+
+def be_host(megabytes: int) -> None:
+    """Move a state to the other rank, which is on another host."""
+    dist.init_process_group()
+    torch.manual_seed(dist.get_rank())
+    tensors, took, core = [torch.empty(megabytes << 16) for _ in range(4)], [], []
+    for _ in range(3):
+        state = elastic.State(*(tensor.normal_() for tensor in tensors))  # what is alike would not be sent
+        if dist.get_rank() == 0:
+            state.load_state_dict(state.state_dict())
+        dist.barrier()
+        worked = time.process_time()
+        took.append(state.sync().seconds)
+        core.append(time.process_time() - worked)
+    if dist.get_rank() == 0:
+        name = f"{megabytes} MiB to a new rank"
+        found = {name: min(took), f"{name}: work of the sender's core": min(core)}
+        print("\n".join(lines(found)), flush=True)
+    dist.destroy_process_group()
+
+
 def lines(found: dict[str, float]) -> Iterator[str]:
     """Return a line for each time."""
     for name, seconds in found.items():
@@ -135,7 +206,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--agreement", action="store_true", help="measure only how soon ranks agree")
+    parser.add_argument("--link", type=int, metavar="MBIT", help="measure only the state over such a link")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        be_host(options.megabytes)
+        return
+    if options.link is not None:
+        over_link(options.link, options.megabytes)
+        return
+    if options.agreement:
+        for kind, ranks in _AGREEING:
+            found = slowest_agreement(kind, ranks)
+            name = f"{ranks} {kind} agree that one has left"
+            print(f"{name:55}{statistics.median(found) * 1e3:9.2f} ms, at most {max(found) * 1e3:.2f}")
+        return
     print("\n".join(lines(dist.launch(measure, options.ranks, options)[0])))
 
 
