@@ -262,9 +262,7 @@ class ReconfigureMethods:
         if former.has_met and former.queue.has_unfinished():
             former.abort(f"rank {former.rank} reconfigures it, as uuid {number}")
         former.close()  # without an abort, ranks that are still on their way out of an operation finish it
-        if self.generation:  # it was shrunk, and its store came with that
-            leave_store(self.store)
-            self.store = HashStore()
+        self._leave_shrunk_store()
         made = reconfiguration.enter(number, members, seconds)
         made.communicator.timeout_s = former.timeout_s
         self._move_to(made)
@@ -290,6 +288,12 @@ class ReconfigureMethods:
                 " reconfigured is made by init_process_group(enable_reconfigure=True)"
             )
         return self.reconfiguration
+
+    def _leave_shrunk_store(self) -> None:
+        """Leave the store that came with shrinking, if the group was shrunk."""
+        if self.generation:
+            leave_store(self.store)
+            self.store = HashStore()
 
     def _move_to(self, made: Reconfigured) -> None:
         size = made.communicator.size
