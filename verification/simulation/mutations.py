@@ -1,6 +1,6 @@
 """Ways to break the product's protocols, each with a run that shows it.
 
-Some are defects that the simulation has found, put back: the first seven, the first two of RPC, and the first
+Some are defects that the simulation has found, put back: the first eight, the first two of RPC, and the first
 three of autograd.
 """
 
@@ -20,6 +20,7 @@ from torchestra.autograd.send_recv import RecvRpc, SendRpc
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement
 from torchestra.engine.multihost import shrinking
 from torchestra.engine.multihost.control_message import ControlMessage
+from torchestra.engine.multihost.curve_bridge import CurveBridge
 from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.store_registers import StoreRegisters
 from torchestra.engine.multihost.suspicion import SuspicionTimers
@@ -81,7 +82,7 @@ class Mutation(NamedTuple):
 
     def _others(self) -> Iterator[Plan]:
         planners: dict[object, list[Callable[[int], Plan]]] = {
-            GroupsWorld: [groups.plan, _reset_while_shrinking],
+            GroupsWorld: [groups.plan, _reset_while_shrinking, _reset_while_meeting],
             MessagesWorld: [messages.plan, _death_while_meeting],
             RpcWorld: [rpc.plan],
             AutogradWorld: [rpc.plan, _late_crash],
@@ -108,6 +109,11 @@ def _answer_nobody_while_meeting(
 ) -> None:
     if self.has_met:
         _say(self, rank, what, value)
+
+
+def _take_any_message_for_the_next(self: CurveBridge, message: Message) -> None:
+    message = message._replace(tag=self._received[self._ends[message.source]])
+    _take_message(self, message)
 
 
 def _accuse_nobody(self: StoreRegisters) -> set[int]:
@@ -222,6 +228,7 @@ def _await_the_gone(
     _await(self, is_ready, tuple, doing)
 
 
+_take_message = CurveBridge._arrived
 _say, _flush = FailureDetector._say, PairConnection.flush
 _fork, _remove_lost, _execute = RRefContext.fork, RRefContext.remove_lost, CallExecutor.execute
 _note_received, _break_off = PairConnection.note_received, PairConnection.break_off
@@ -239,6 +246,12 @@ def _reset_while_shrinking(seed: int) -> Plan:
     crash = Fault(1.9, "crash", 4, 0, 0, 0.0)
     reset = Fault(2.4 + 0.05 * seed, "reset", 0, 1, -1, 0.0)
     return Plan(seed, (0, 0, 0, 0, 1, 1, 1, 1), 0.0, Quality(0.002, 0.01), [crash, reset], most_turns=60_000)
+
+
+def _reset_while_meeting(seed: int) -> Plan:
+    """Return a run in which the connections of a machine are reset, as a rule while the ranks meet."""
+    reset = Fault(1.5 + 0.05 * seed, "reset", 0, 1, -1, 0.0)
+    return Plan(seed, (0, 1, 2), 0.0, Quality(0.02, 0.02), [reset], most_turns=60_000)
 
 
 def _death_while_meeting(seed: int) -> Plan:
@@ -299,6 +312,14 @@ MUTATIONS: dict[str, Mutation] = {
         MessagesWorld,
         _death_while_meeting(0),
         "which is well",
+    ),
+    "take any message for the next": Mutation(
+        CurveBridge,
+        "_arrived",
+        _take_any_message_for_the_next,
+        GroupsWorld,
+        _reset_while_meeting(1),
+        "UnicodeDecodeError",
     ),
     "count time without looks": Mutation(
         SuspicionTimers,

@@ -3,7 +3,8 @@
 Every peer has proved the job's secret before a byte of its data is read, and all traffic is encrypted
 (transport/). The ends meet through the rail's store, on a thread of their own; operations begun before that
 are sent then. From one end to another there is one stream of messages, and receives take them in order: a
-message that comes before its receive is kept.
+message that comes before its receive is kept. They are numbered: where a connection breaks and another is
+made, what was on its way is lost, and the next message must not be taken for it.
 
 The failure detector knows whether the other hosts live (failure_detector.py). An end that is closed says
 goodbye; if a connection ends without that, the bridge gives up what is under way after the heartbeat bound,
@@ -119,6 +120,8 @@ class CurveBridge(Bridge):
         self._under_way: set[_Transfer] = set()
         self._queued: list[tuple[int, torch.Tensor, _Transfer]] = []
         self._gone: dict[int, str] = {}
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
         self._is_open = False
         self._error = ""
         transport.listen(Channel.bridge, self._arrived, self._lost, heartbeat_bound())
@@ -183,7 +186,8 @@ class CurveBridge(Bridge):
 
         memory = (tensor.data_ptr(), tensor.numel())
         parts = [memory] if tensor.numel() <= _ONE_FRAME_BYTES else [(0, 0), memory]
-        self._link.post(self._ranks[end], Channel.bridge, 0, parts, tensor, done)
+        self._link.post(self._ranks[end], Channel.bridge, self._sent[end], parts, tensor, done)
+        self._sent[end] += 1
 
     def _finish_one(self, transfer: _Transfer, end: int) -> None:
         if transfer.finish_one(end):
@@ -195,6 +199,12 @@ class CurveBridge(Bridge):
         if end is None:
             return
         with self._lock:
+            if end in self._gone:
+                return
+            if message.tag != self._received[end]:
+                self._lost(message.source, "has sent something that was lost (its connection has ended)")
+                return
+            self._received[end] += 1
             if not self._awaited[end]:
                 self._come[end].append(message)
                 return
