@@ -121,9 +121,22 @@ def test_memory_that_is_touched_first_comes_from_where_all_of_it_fits() -> None:
 
 
 def test_the_result_of_a_reduction_in_other_memory_costs_its_writing_and_no_copy_besides() -> None:
+    nbytes = 1 << 20
+    events = Recorder(1, 2).record(Operation("reduce_scatter_tensor", nbytes)).events[0, 0]
+    assert (moved(events, Fetch), moved(events, Reduce)) == (0, nbytes)
+    assert moved(events, Copy) == nbytes // 2
+
+
+@pytest.mark.parametrize(("ranks", "of_a_tensor"), [(2, 2), (4, 10 / 3)])
+def test_a_reduction_takes_as_long_as_it_reads_and_writes(ranks: int, of_a_tensor: float) -> None:
+    """In bytes of two sources, which read two and write one: of four, four are read and one is written."""
+    events = Recorder(1, ranks).record(Operation("all_reduce", 12 << 10)).events[0, 0]
+    assert moved(events, Reduce) == of_a_tensor * (12 << 10)
+
+
+def test_a_reduction_of_one_source_is_a_copy() -> None:
     (events,) = Recorder(1, 1).record(Operation("reduce_scatter_tensor", 1 << 20)).events.values()
-    assert moved(events, Fetch, Copy) == 0
-    assert sum(e.nbytes for e in events if isinstance(e, Written)) == 1 << 20
+    assert (moved(events, Reduce), moved(events, Copy)) == (0, 1 << 20)
 
 
 def test_every_wait_is_for_a_flag_that_is_set() -> None:

@@ -145,6 +145,7 @@ def _look(table: Hosts, host: int, bound: float) -> list[int]:
     detector = HeartbeatMonitor(HashStore(), table, host, context, bound)
     link: Any = _CountingLink()
     detector.attach(link)
+    detector.has_met = True
     detector.check()
     return [len(link.sent), sum(nbytes for _, _, nbytes in link.sent)]
 

@@ -90,9 +90,14 @@ class RankLog:
     def reduce(self, target: int, sources: Sequence[int], count: int) -> None:
         """Note a reduction of ``count`` elements at each of some addresses."""
         nbytes = count * self._unit
+        if len(sources) == 1 and sources[0] != target:
+            self.copy(target, sources[0], nbytes)
+            return
         # A reduction was calibrated with one tensor that is not in the caches, and a buffer that is.
         new = 2 * sum(self._touch(source, nbytes) for source in sources)
-        self._note(Reduce, len(sources) * nbytes, min(len(sources) * nbytes, new))
+        # ... and with two sources: other numbers take as long as they read and write more, or less.
+        moved = 2 * (len(sources) + 1) * nbytes // 3
+        self._note(Reduce, moved, min(moved, new))
         if written := self._touch(target, nbytes):
             self._note(Written, written, written)
 

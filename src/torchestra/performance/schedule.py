@@ -56,7 +56,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Read ``nbytes`` of several sources together, and write their reduction."""
+    """Read ``nbytes`` of two sources together, and write their reduction; or what takes as long."""
 
     nbytes: int
     working_set_bytes: int
