@@ -45,6 +45,9 @@ def test_pings_grow_with_the_root_of_the_hosts_and_lists_with_the_square_of_the_
         key = "pings and answers", sender
         assert (small[key].messages, large[key].messages) == (2 * 9, 2 * (9 + 9))
     assert large["pings and answers", "each row's coordinator"].messages == 2 * (9 + 1)
+    end = "the end of a group"
+    assert (small[end, "who finds it out"].messages, large[end, "who finds it out"].messages) == (9, 9 + 9)
+    assert large[end, "that host"].messages == 9
     joining = "joining: meeting, finding hosts", "every rank"
     assert 5 < large[joining].messages / small[joining].messages < 12
     shrinking = "shrink(): who goes on", "every rank"

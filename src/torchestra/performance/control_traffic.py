@@ -1,13 +1,14 @@
 """Control messages: who tells whom what, besides tensors, while a job joins, runs and loses a host.
 
 They are counted by running the product's own code. At the job's size: the failure detector of the coordinator
-and of another leader, over a transport that counts. At two small sizes, whose difference is continued as a
-line: joining, on threads that pretend to be hosts, over a store that counts; and a look at the registers of a
-membership agreement.
+and of another leader, over a transport that counts, and the notices of an abort. At two small sizes, whose
+difference is continued as a line: joining, on threads that pretend to be hosts, over a store that counts; and
+a look at the registers of a membership agreement.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torchestra.engine.hosts import Hosts
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.multihost.abort_notices import AbortNotices
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.engine.multihost.heartbeat_monitor import HeartbeatMonitor
 from torchestra.engine.multihost.heartbeat_tree import rows_of
@@ -64,6 +66,7 @@ def control_traffic(machine: Machine) -> list[Traffic]:
     rows = _joining(machine.ranks, machine.ranks_per_host)
     if machine.hosts > 1:
         rows += _heartbeats(machine.hosts, machine.ranks_per_host)
+        rows += _abort_notices(machine.hosts)
         rows += _agreement(machine.ranks)
     return rows
 
@@ -148,6 +151,48 @@ def _look(table: Hosts, host: int, bound: float) -> list[int]:
     detector.has_met = True
     detector.check()
     return [len(link.sent), sum(nbytes for _, _, nbytes in link.sent)]
+
+
+# The end of a group
+
+
+def _abort_notices(hosts: int) -> list[Traffic]:
+    """Let host 0 tell all that the group is over, and one that it tells pass that on; none is gone."""
+    reason: list[object] = ["host 1 has been silent for 10 s: it is down, or the network to it is", [], ""]
+    told: list[tuple[int, list[int]]] = []
+    passed_on: list[int] = []
+    originator: AbortNotices
+
+    def tell(host: int, notice: list[object], onward: list[int]) -> None:
+        told.append((len(json.dumps([*notice, onward])), onward))
+        originator.confirm([host, *onward])
+
+    originator = AbortNotices(hosts, 0, lambda host: host, tell, lambda rank, confirmed: None)
+    originator.tell(reason, [], lambda host: False)
+    onward = max((each for _, each in told), key=len)
+    relay = AbortNotices(
+        hosts,
+        1,
+        lambda host: host,
+        lambda rank, notice, _: passed_on.append(len(json.dumps(notice))),
+        lambda rank, confirmed: None,
+    )
+    relay.relay(0, reason, onward)
+    found = [
+        Traffic(
+            "the end of a group",
+            "who finds it out",
+            "its row, one host of each other row" if len(rows_of(hosts)) > 1 else "all other hosts",
+            len(told),
+            sum(nbytes for nbytes, _ in told),
+            "job",
+        )
+    ]
+    if passed_on:
+        found.append(
+            Traffic("the end of a group", "that host", "its row", len(passed_on), sum(passed_on), "job")
+        )
+    return found
 
 
 # Joining

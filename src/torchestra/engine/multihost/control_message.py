@@ -10,8 +10,8 @@ class ControlMessage(IntEnum):
 
     ``ping`` and ``ack``: ranks that have died, that have left, hosts that are silent; the acknowledgement
     of a ping also the line of the sender's program. ``abort``: why the group is over, the ranks that have
-    failed, where ranks stand; ``confirm``: the sender knows that. ``ask``: the number of the question and
-    of an operation; ``recount``: of the
+    failed, where ranks stand, and the hosts to tell if there are any; ``confirm``: the sender knows that, and
+    other hosts that do. ``ask``: the number of the question and of an operation; ``recount``: of the
     question, and how many entries of each rank to tell; ``answer``: of the question, and then the answer.
     """
 

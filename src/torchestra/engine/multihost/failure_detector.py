@@ -16,9 +16,8 @@ A host that has acknowledged nothing for the *heartbeat bound* (TORCHESTRA_HEART
 which no other bytes have come either, is given up: the group is aborted on all remaining hosts. Only time in
 which this process ran counts (:class:`SuspicionTimers`).
 
-*Events* are for all hosts, and are sent at once: that the group is over. The sender waits until the other
-hosts have confirmed it, or for a few seconds: its process may end next, and they would never know why. With
-questions and answers ranks learn where the others stand, and what they did last (remote_records.py).
+That the group is over is told to all hosts at once (abort_notices.py). With questions and answers ranks learn
+where the others stand, and what they did last (remote_records.py).
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from torchestra.engine.diagnosis.facts import RankFacts, read_facts
 from torchestra.engine.failure.hang_report import HostReport, hang_report
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.multihost.abort_notices import AbortNotices
 from torchestra.engine.multihost.control_message import REPLIES, ControlMessage
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.peer_values import ranks_in, read_counts, read_text, warnings
@@ -52,8 +52,6 @@ from torchestra.transport.message import Message
 
 _ANSWER_SECONDS = 3.0
 _PING_SECONDS = 1.0
-_CONFIRM_SECONDS = 3.0
-_RESEND_SECONDS = 0.1
 _MOST_WATCHED = 4
 
 
@@ -102,7 +100,7 @@ class FailureDetector:
         self._worker: threading.Thread | None = None
         self._questions = itertools.count(1)
         self._answers: dict[tuple[int, int], tuple[bytes, float]] = {}  # by question and host: what, and when
-        self._confirmed: set[int] = set()
+        self.notices = AbortNotices(len(hosts), host, self._contact, self._say_abort, self._say_confirm)
         self._heard_since: set[int] = set()  # hosts, since the group was over
         self._heard_abort = False
         self._last_seen: dict[int, str] = {}  # by host: the line of the program of the rank that spoke for it
@@ -268,15 +266,16 @@ class FailureDetector:
             if what == ControlMessage.ping:
                 self._say(source, ControlMessage.ack, [*self._updates(), self._site()])
         elif what == ControlMessage.abort:
-            why, failed, report = value
+            why, failed, report, *rest = value
             self._heard_abort = True
             failed = ranks_in(failed, range(self.hosts.size))
+            onward = [*set(ranks_in(rest[0], range(len(self.hosts)))) - {self.host}] if rest else []
             self._abort_aside(read_text(why), failed, read_text(report))
-            self._say(source, ControlMessage.confirm, None)
+            self._say_confirm(source, [])
+            if onward:
+                self.notices.relay(source, [why, list(failed), report], onward)
         elif what == ControlMessage.confirm:
-            with self._changed:
-                self._confirmed.add(host)
-                self._changed.notify_all()
+            self.notices.confirm({host, *ranks_in(value or [], range(len(self.hosts)))})
         elif what == ControlMessage.ask:
             question, operation = read_counts(value)
             self._do(partial(self._send_host_report, source, question, operation))
@@ -326,37 +325,14 @@ class FailureDetector:
     def tell_aborted(self, why: str, failed: tuple[int, ...], report: str) -> None:
         """Tell the ranks of all hosts that the group can be used no more."""
         if not self._heard_abort and self._transport is not None:  # else another host has told all
-            self._tell_all(
-                [why, list(failed), report], frozenset(failed), time.monotonic() + _CONFIRM_SECONDS
-            )
+            given_up = [host for host in self._others if set(failed).issuperset(self.hosts.on(host))]
+            self.notices.tell([why, list(failed), report], given_up, self._has_no_responder)
 
-    def _tell_all(self, message: object, failed: frozenset[int], deadline: float) -> None:
-        """Tell all hosts that the group is over, until the live ones have confirmed it, or the deadline.
+    def _say_abort(self, rank: int, notice: list[object], onward: list[int]) -> None:
+        self._say(rank, ControlMessage.abort, [*notice, onward] if onward else notice)
 
-        A host that has been given up is told without waiting for it: where the network is cut one way
-        only, it hears the others, and would learn of nothing by itself.
-        """
-        contacted: dict[int, int] = {}
-        for host in self._others:
-            rank = self._contact(host)
-            if rank is not None and failed.issuperset(self.hosts.on(host)):
-                self._say(rank, ControlMessage.abort, message)
-        with self._changed:
-            while time.monotonic() < deadline:
-                there = [
-                    each
-                    for each in self._others
-                    if not self._has_no_responder(each) and each not in self._confirmed
-                ]
-                owed = [host for host in there if not failed.issuperset(self.hosts.on(host))]
-                if not owed:
-                    return
-                for host in owed:
-                    rank = self._contact(host)
-                    if rank is not None and contacted.get(host) != rank:
-                        contacted[host] = rank
-                        self._say(rank, ControlMessage.abort, message)
-                self._changed.wait(_RESEND_SECONDS)
+    def _say_confirm(self, rank: int, hosts: list[int]) -> None:
+        self._say(rank, ControlMessage.confirm, hosts)
 
     def _abort_aside(self, why: str, failed: tuple[int, ...], report: str = "") -> None:
         """Abort the group, on a thread of its own, for it may take seconds.
