@@ -16,6 +16,7 @@ import pytest
 import torch
 from _pytest.tmpdir import tmppath_result_key
 
+from torchestra.errors import GroupAbortedError
 from torchestra.interop.rank_world import join_as_process, leave, prepare_process
 from torchestra.interop.world_names import TORCH_WORLDS
 from torchestra.testing.item_outcome import note, report_of_error
@@ -81,8 +82,9 @@ def run_item(
     """Set up, run and tear down a test on this rank.
 
     Args:
-        tell: called with ``"raised"`` and the error in one line as soon as there is one, because the report
-            may take long; with ``"debugging"`` and whether a debugger has the terminal now.
+        tell: called with ``"raised"``, the error in one line, and whether it is only that another rank was
+            gone, as soon as there is one, because the report may take long; with ``"debugging"`` and whether
+            a debugger has the terminal now.
     """
     mark_as_rank(item.config)
     os.environ.clear()
@@ -103,7 +105,8 @@ def run_item(
             item.runtest()
             item.stash[tmppath_result_key]["call"] = True
         except BaseException as error:
-            tell("raised", "".join(traceback.format_exception_only(type(error), error)))
+            text = "".join(traceback.format_exception_only(type(error), error))
+            tell("raised", (text, isinstance(error, GroupAbortedError)))
             with contextlib.suppress(Exception):  # the test's own error is the one to report
                 state.teardown_exact(None)
             raise

@@ -88,6 +88,8 @@ class RankWorld:
         self.raised: dict[int, str] = {}
         self.first_failed: float | None = None
         self.debugging = False
+        self._released: set[int] = set()
+        self._has_cause = False  # a rank has failed, not only because another one was gone
         self._connection = connection
         self._pids = pids
         self._request = request
@@ -111,7 +113,10 @@ class RankWorld:
             self.debugging = content[0]
             return True
         if what == "raised":
-            self.raised[rank] = content[0]
+            self.raised[rank], is_released = content[0]
+            if is_released:
+                self._released.add(rank)
+            self._has_cause = self._has_cause or not is_released
             self.first_failed = self.first_failed or time.monotonic()
             return True
         payload, exit_code = content
@@ -121,6 +126,7 @@ class RankWorld:
         if outcome.error is not None:
             show_as(outcome.error, outcome.report or outcome.text)
             self.first_failed = self.first_failed or outcome.time
+            self._has_cause = self._has_cause or not outcome.consequence
         return True
 
     def _died(self, rank: int, exit_code: int) -> Outcome:
@@ -129,10 +135,12 @@ class RankWorld:
             return Outcome(rank)
         if rank in self.raised:
             message = f"{self.raised[rank]}(the process of rank {rank} ended before it had told where)"
-            return Outcome(rank, RankFailure(message), message, report=message)
+            failure = Released if rank in self._released else RankFailure
+            return Outcome(rank, failure(message), message, report=message)
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         message = f"the process of rank {rank} ended with {how}, before the test did"
-        error = RankFailure(message) if self.first_failed is None else Released(message)
+        # What a rank raises because this one is gone may be told before its end is.
+        error = Released(message) if self._has_cause else RankFailure(message)
         return Outcome(rank, error, message, report=message)
 
     def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
