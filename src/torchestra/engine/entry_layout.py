@@ -220,8 +220,11 @@ def _at(structure: type[ctypes.Structure], field: str) -> int:
     return offset
 
 
-HEADER = 16
-"""At which byte of a ctypes object the address of its memory lies, with the interpreter's lock."""
+HEADER = object.__basicsize__
+"""At which byte of a ctypes object the address of its memory lies: behind the header that all objects have.
+(It has 16 bytes, and 32 in a Python that is built to run without the interpreter's lock.)"""
+OBJECT_CLASS = HEADER - 8
+"""At which byte of an object the address of its class lies."""
 
 STATE, ACCESS, PLANS, SIZE, IOVEC, LONGEST_LIST, MAILBOX = (_at(Entry, name) for name in _ENTRY_WORDS)
 SLOW_PATH, MAKE_PLAN, FINISH_CALL, LEAVE = (_at(Entry, name) for name in _ENTRY_OBJECTS)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from torchestra.engine import entry_layout as e
 from torchestra.engine.entries.plain_calls import (
-    OBJECT_CLASS,
     abandon_operation,
     dtype_of,
     is_profiled,
@@ -63,7 +62,7 @@ def _read_address(entry, arguments, number, sending):
     if sending == 0 and rank == load(access + e.NONE):
         store(entry + _PEER, -1)
     else:
-        if load(rank + OBJECT_CLASS) != load(access + e.INTEGER):
+        if load(rank + e.OBJECT_CLASS) != load(access + e.INTEGER):
             return False
         peer = word_of(rank, entry + _OVERFLOW)
         if peer < 0 or peer >= load(entry + e.SIZE):
@@ -71,7 +70,7 @@ def _read_address(entry, arguments, number, sending):
         store(entry + _PEER, peer)
     if number > _MIN_ARGUMENTS:
         tag = load(arguments + 16)
-        if load(tag + OBJECT_CLASS) != load(access + e.INTEGER):
+        if load(tag + e.OBJECT_CLASS) != load(access + e.INTEGER):
             return False
         store(entry + _TAG, word_of(tag, entry + _OVERFLOW))
     return load(entry + _OVERFLOW) == 0

@@ -16,9 +16,6 @@ from torchestra.engine.entries.python_interface import (
 )
 from torchestra.engine.native.atomics import call_function, kernel, load, store
 
-OBJECT_CLASS = 8
-"""At which byte of an object the address of its class lies."""
-
 _LOW = 0xFFFF_FFFF
 _TRUE = 0xFF
 _CPU = 1
@@ -28,13 +25,13 @@ _ONE_LANE = 1
 @kernel
 def is_int(access, value):
     """Return whether an object is an int, and no bool."""
-    return load(value + OBJECT_CLASS) == load(access + e.INTEGER)
+    return load(value + e.OBJECT_CLASS) == load(access + e.INTEGER)
 
 
 @kernel
 def is_list(access, value):
     """Return whether an object is a list."""
-    return load(value + OBJECT_CLASS) == load(access + e.LIST)
+    return load(value + e.OBJECT_CLASS) == load(access + e.LIST)
 
 
 @kernel
@@ -45,7 +42,7 @@ def read_view(access, tensor, view):
     DLTensor does not tell of a negative bit, nor that the memory is gone or too short: the dispatch keys and
     the storage do.
     """
-    kind = load(tensor + OBJECT_CLASS)
+    kind = load(tensor + e.OBJECT_CLASS)
     if kind != load(access + e.TENSOR) and kind != load(access + e.PARAMETER):
         return False
     implementation = load(tensor + load(access + e.IMPLEMENTATION))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-FUNCTION = 16
+FUNCTION = object.__basicsize__
 """At which byte of an instance the address of its function lies."""
-OWN_WORD = 24
+OWN_WORD = FUNCTION + 8
 """At which byte that function's own word does."""
 
 _DEFAULT, _BASE_TYPE, _HAVE_VECTORCALL = 1 << 18, 1 << 10, 1 << 11  # Py_TPFLAGS

@@ -1,6 +1,7 @@
 """The object file of the kernels on the disk: which is right, who may have written it, and who makes it.
 
-Its name is made of all that it depends on: the contents of the sources, the version of LLVM, the processor.
+Its name is made of all that it depends on: the contents of the sources, the version of LLVM, the processor,
+and how long the header of Python's objects is (longer where Python is built to run without its lock).
 So what is found is right, loading takes no lock, and several versions, processors and users get along. A
 file is written under another name and renamed, begins with the digest of the rest, and is read only if
 nobody but this user and root can have written it. Where nothing can be kept each process compiles in
@@ -44,6 +45,7 @@ _SOURCES = (
 )
 # Before any module with kernels is: torchestra.engine itself imports this one.
 _IMPORTED = time.time()
+_USUAL_HEADER = 16
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _QUIET_SECONDS = 2.0
 _LOCK_SECONDS = 60.0
@@ -75,7 +77,7 @@ def object_name() -> str:
     import llvmlite  # not for commands that load nothing
     import llvmlite.binding as llvm
 
-    depends = (llvmlite.__version__, llvm.llvm_version_info, *Target.host())
+    depends = (llvmlite.__version__, llvm.llvm_version_info, *Target.host(), object.__basicsize__)
     return f"{_stem()}{hashlib.sha256(repr(depends).encode()).hexdigest()[:16]}.o"
 
 
@@ -99,7 +101,7 @@ def make(build: Callable[[], bytes]) -> None:
 def keep_prebuilt(level: str, data: bytes) -> Path:
     """Write an object file for a kind of processors, which a wheel brings; return where."""
     PREBUILT.mkdir(exist_ok=True)
-    path = PREBUILT / f"{_stem()}{level}.o"
+    path = _prebuilt_path(level)
     path.write_bytes(hashlib.sha256(data).digest() + data)
     return path
 
@@ -110,14 +112,19 @@ def prebuilt_level() -> str | None:
     with contextlib.suppress(OSError):
         if not distrust(PREBUILT):
             for level, target in LEVELS.items():
-                if host.runs(target) and _read(PREBUILT / f"{_stem()}{level}.o") is not None:
+                if host.runs(target) and _read(_prebuilt_path(level)) is not None:
                     return level
     return None
 
 
 def _prebuilt() -> bytes | None:
     level = prebuilt_level()
-    return None if level is None else _read(PREBUILT / f"{_stem()}{level}.o")
+    return None if level is None else _read(_prebuilt_path(level))
+
+
+def _prebuilt_path(level: str) -> Path:
+    header = object.__basicsize__
+    return PREBUILT / f"{_stem()}{level}{'' if header == _USUAL_HEADER else f'-header{header}'}.o"
 
 
 def find(name: str) -> bytes | None:
