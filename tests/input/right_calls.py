@@ -191,6 +191,8 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
         "input_tensors": [t()],
         "root": 0,
     },
+    "ProcessGroup.allocate_tensor": lambda: {"size": 3, "dtype": torch.float32, "device": "cpu"},
+    "ProcessGroup.supports_tensor_alloc": lambda: {"device": torch.device("cpu")},
     "ProcessGroup.monitored_barrier": dict,
     "ProcessGroup.scan": lambda: {"tensors": [t()]},
     "ProcessGroup.split_group": lambda: {"ranks": [dist.get_rank()]},

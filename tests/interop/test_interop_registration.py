@@ -107,8 +107,10 @@ def inner_operations(group: TorchestraGroup) -> int:
     return group.inner.get_sequence_number_for_group()
 
 
-def test_devices_may_have_different_backends() -> None:
-    run(2, use_both, backend="cuda:torchestra,cpu:gloo")
+@pytest.mark.parametrize("backend", ["cuda:torchestra,cpu:gloo", "cpu:gloo,cuda:torchestra"])
+def test_devices_may_have_different_backends(backend: str) -> None:
+    """In any order: torch gives up the group that it has begun where torchestra's comes later."""
+    run(2, use_both, backend=backend)
 
 
 def use_cpu() -> None:

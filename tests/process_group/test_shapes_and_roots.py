@@ -13,6 +13,23 @@ from torchestra.world.registry import thread_rank
 from worlds import KINDS, run
 
 
+def allocate() -> None:
+    group = dist.group.WORLD
+    tensor = group.allocate_tensor(3, dtype=torch.float64, device=torch.device("cpu"))
+    tensor.fill_(dist.get_rank() + 1)
+    assert group.communicator.engine.is_in_heap(tensor.data_ptr())
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3] * 3
+    assert group.supports_tensor_alloc("cpu")
+    assert not group.supports_tensor_alloc(torch.device("cuda", 0))
+    with pytest.raises(dist.InvalidArgumentError, match="`device` the CPU, got 3 and 'meta'"):
+        group.allocate_tensor(3, dtype=torch.float32, device="meta")
+
+
+def test_tensors_are_allocated_as_by_torchs_backends() -> None:
+    run("threads", 2, allocate)
+
+
 def use_shapes() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     own = torch.full((2, 3, 4), float(rank))

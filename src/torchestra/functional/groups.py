@@ -82,7 +82,11 @@ def _check_memory(tensors: object, parameter: str, name: str) -> None:
 
 def _check_group(group: object, name: str) -> None:
     """Refuse a value that does not stand for a group."""
-    if isinstance(group, (ProcessGroup, str, DeviceMesh)):
+    if isinstance(group, ProcessGroup):
+        if group.communicator.closed:
+            group.communicator.queue.refuse_if_closed(name)
+        return
+    if isinstance(group, (str, DeviceMesh)):
         return
     if isinstance(group, tuple):
         if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not _is_dimension(group[1]):

@@ -284,10 +284,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
         FSDP2 asks for its buffers here, after ``set_allocate_memory_from_process_group_for_comm(True)``.
         """
-        try:
-            return self.inner.communicator.engine.empty((size,), dtype)
-        except InvalidArgumentError:
-            return torch.empty(size, dtype=dtype)
+        return self.inner.allocate_tensor(size, dtype=dtype, device=device)
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing: the ranks are already connected."""
