@@ -148,3 +148,17 @@ def test_a_relay_confirms_for_its_row_when_all_of_it_have_confirmed() -> None:
     network.on_the_way.clear()
     relay.relay(56, NOTICE, [11, 12])  # another one finds out as well: nobody has to be told again
     assert [*network.on_the_way] == [(10, 56, "confirm", [11, 12])]
+
+
+def test_a_relay_does_not_wait_for_hosts_on_which_nobody_is_and_does_not_confirm_for_them() -> None:
+    said: list[tuple[int, object]] = []
+    relay = AbortNotices(
+        100,
+        10,
+        contact=lambda host: None if host == 11 else host,
+        say_abort=lambda rank, _, onward: said.append((rank, "abort")),
+        say_confirm=lambda rank, hosts: said.append((rank, hosts)),
+    )
+    relay.relay(55, NOTICE, [11, 12])
+    relay.confirm([12])
+    assert said == [(12, "abort"), (55, [12])]

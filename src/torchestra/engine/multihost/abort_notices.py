@@ -85,13 +85,15 @@ class AbortNotices:
         left_to_relays = self._tell_relays(notice, live, contacted)
         with self.changed:
             while (elapsed := time.monotonic() - began) < CONFIRM_SECONDS:
-                owed = [each for each in live if each not in self._confirmed and not has_no_responder(each)]
-                if not owed:
+                relayed = left_to_relays if elapsed < RELAY_SECONDS else frozenset()
+                unknown = [host for host in live if host not in self._confirmed]
+                # To look up who is on a host takes time by the job's size: not for those that others tell.
+                owed = [host for host in unknown if host not in relayed and not has_no_responder(host)]
+                if not owed and relayed.isdisjoint(unknown):
                     return
                 for host in owed:
                     rank = self._contact(host)
-                    waits = host in left_to_relays and elapsed < RELAY_SECONDS
-                    if rank is not None and contacted.get(host) != rank and not waits:
+                    if rank is not None and contacted.get(host) != rank:
                         contacted[host] = rank
                         self._say_abort(rank, notice, [])
                 self.changed.wait(_RESEND_SECONDS)
@@ -114,15 +116,13 @@ class AbortNotices:
         return frozenset(relayed)
 
     def relay(self, originator: int, notice: list[object], onward: Sequence[int]) -> None:
-        """Tell hosts for the rank that has told this one."""
-        contacts = {host: self._contact(host) for host in onward}
+        """Tell hosts for the rank that has told this one, but for those on which nobody is."""
+        contacts = {host: rank for host in onward if (rank := self._contact(host)) is not None}
         with self.changed:
-            owed = {host for host in onward if host not in self._confirmed}
-            self._relayed.append(_Relayed(originator, onward, owed))
+            owed = contacts.keys() - self._confirmed
+            self._relayed.append(_Relayed(originator, list(contacts), owed))
         for host in sorted(owed):
-            rank = contacts[host]
-            if rank is not None:
-                self._say_abort(rank, notice, [])
+            self._say_abort(contacts[host], notice, [])
         self.confirm(())
 
     def confirm(self, hosts: Collection[int]) -> None:

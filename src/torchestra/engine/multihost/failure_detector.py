@@ -325,7 +325,8 @@ class FailureDetector:
     def tell_aborted(self, why: str, failed: tuple[int, ...], report: str) -> None:
         """Tell the ranks of all hosts that the group can be used no more."""
         if not self._heard_abort and self._transport is not None:  # else another host has told all
-            given_up = [host for host in self._others if set(failed).issuperset(self.hosts.on(host))]
+            hosts = {self.hosts.host_at(rank) for rank in failed} - {self.host}
+            given_up = [host for host in sorted(hosts) if set(failed).issuperset(self.hosts.on(host))]
             self.notices.tell([why, list(failed), report], given_up, self._has_no_responder)
 
     def _say_abort(self, rank: int, notice: list[object], onward: list[int]) -> None:
