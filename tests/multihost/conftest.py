@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_hosts import why_no_hosts
 from simulated import SECONDS
 
 from fork_server import start_server
@@ -29,3 +30,9 @@ def _ranks_start_warm() -> None:
 def _hosts_have_time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer than the seconds after which a rank goes on without an answer."""
     monkeypatch.setattr(failure_detector, "_ANSWER_SECONDS", SECONDS)
+
+
+@pytest.fixture(scope="session")
+def no_hosts_in_spite_of_rights() -> None:
+    """Fail a test on hosts that a process with these rights must be able to make."""
+    pytest.fail(f"it has CAP_NET_ADMIN and CAP_SYS_ADMIN, and yet there are no hosts: {why_no_hosts()}")

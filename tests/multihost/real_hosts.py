@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,14 +13,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from simulated import SECONDS, Layout
-from tools.chaos.network import Network, enter
+from tools.chaos.network import Network, enter, why_not
 
 import torchestra as dist
 from torchestra.store import Store, TCPStore
 from worlds import ProcessWorld, leave_note, processes
 
 _SECRET = "a secret of these tests"
+_NAMESPACE_CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
+
+
+def needs_hosts(why_skip: str = "") -> pytest.MarkDecorator:
+    """Skip tests where no hosts can be made; have them fail where the process has the rights for it.
+
+    Args:
+        why_skip: another reason to skip them.
+    """
+    why = why_skip or why_no_hosts()
+    if why and not why_skip and _may_make_namespaces():
+        return pytest.mark.usefixtures("no_hosts_in_spite_of_rights")
+    return pytest.mark.skipif(bool(why), reason=why)
+
+
+@functools.cache
+def why_no_hosts() -> str:
+    """Return why there can be no hosts; found out once, so that all tests of a process hold to it."""
+    return why_not()
+
+
+def _may_make_namespaces() -> bool:
+    with open("/proc/self/status") as status:
+        (rights,) = (int(line.split()[1], 16) for line in status if line.startswith("CapEff"))
+    return shutil.which("ip") is not None and rights & _NAMESPACE_CAPABILITIES == _NAMESPACE_CAPABILITIES
 
 
 @contextmanager

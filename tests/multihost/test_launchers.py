@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 from launched import LAUNCHERS, launched, why_no_mpich, why_no_openmpi
-from real_hosts import Network
-from tools.chaos.network import why_not
+from real_hosts import Network, needs_hosts
 
 from worlds import results
 
 # What the example imports: once, for all ranks that are forked.
 pytest.importorskip("sklearn.datasets")
 pytest.importorskip("matplotlib.pyplot")
-_WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+pytestmark = needs_hosts()
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 MISSING = {"mpich": why_no_mpich(), "openmpi": why_no_openmpi()}

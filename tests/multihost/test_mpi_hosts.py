@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from launched import by_mpich, in_default_group, launched, why_no_mpich, why_no_openmpi
-from real_hosts import Network
+from real_hosts import Network, needs_hosts
 from simulated import SECONDS, Layout
 from test_hosts_collectives import every_dtype_moves
 from test_hosts_mismatch import mismatches
 from test_real_hosts import everything, messages_of, sums_for_ever, train_on_digits
 from test_real_hosts_rpc import call_all
-from tools.chaos.network import why_not
 
 import torchestra as dist
 from mpich_memory import mpich_memory_removed
@@ -28,8 +27,7 @@ from torchestra.engine.multihost.mpi_bridge import MPIBridge
 from torchestra.errors import DistBackendError, RankFailedError
 from worlds import await_note, leave_note, results
 
-_WHY_NOT = why_not() or why_no_mpich()
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+pytestmark = needs_hosts(why_no_mpich())
 _needs_openmpi = pytest.mark.skipif(bool(why_no_openmpi()), reason=why_no_openmpi())
 
 

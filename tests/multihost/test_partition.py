@@ -6,16 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from real_hosts import Network, on_hosts
-from tools.chaos.network import why_not
+from real_hosts import Network, needs_hosts, on_hosts
 from torch import nn
 
 import torchestra as dist
 from torchestra import elastic
 from worlds import ProcessWorld, await_note, leave_note, results
 
-_WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+pytestmark = needs_hosts()
 HEARTBEAT_S = 2.0
 STEPS, CUT_AFTER = 12, 4
 

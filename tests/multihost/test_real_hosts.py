@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from real_hosts import Network, on_hosts
+from real_hosts import Network, needs_hosts, on_hosts
 from simulated import Layout
 from test_hosts_collectives import every_case_and_sums, objects_and_the_rest, subgroups_in_any_pattern
 from test_hosts_messages import everybody_to_everybody, from_anybody
 from test_hosts_shrink import until_it_fails
-from tools.chaos.network import why_not
 from torch import nn
 
 import torchestra as dist
@@ -28,8 +27,7 @@ from torchestra.nn.parallel import DistributedDataParallel
 from worlds import Outcome, ProcessWorld, await_note, leave_note, results
 
 datasets = pytest.importorskip("sklearn.datasets")
-_WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+pytestmark = needs_hosts()
 
 
 @pytest.fixture(scope="module")

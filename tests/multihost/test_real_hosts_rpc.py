@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_hosts import Network, on_hosts
-from tools.chaos.network import why_not
+from real_hosts import Network, needs_hosts, on_hosts
 
 import torchestra as dist
 from torchestra import autograd, rpc
@@ -18,8 +17,7 @@ from torchestra.errors import WorkerFailedError
 from torchestra.rpc.current import current_agent
 from worlds import await_note, leave_note, results
 
-_WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+pytestmark = needs_hosts()
 MASTER = "10.77.0.1"
 
 

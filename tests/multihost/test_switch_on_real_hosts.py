@@ -7,10 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-from real_hosts import Network, enter
-from tools.chaos.network import why_not
+from real_hosts import Network, enter, needs_hosts
 
 import worlds
 from torchestra.interop import autoload
@@ -19,7 +17,7 @@ from torchestra.launcher.spec import Script
 from torchestra.store import Store
 
 INTEROP = Path(__file__).parents[1] / "interop"
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs_hosts()
 
 
 def run_unchanged(_: Store, rank: int, size: int, names: list[str], switched: bool, path: str) -> None:

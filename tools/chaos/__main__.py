@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -26,7 +27,7 @@ from torchestra.engine import warm_up
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 60.0  # until all ranks work
 _POLL_S = 0.005
-_MAX_LOAD = 3.0
+_MAX_LOAD = 10.0
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,8 +57,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def load() -> float:
-    """Return by what limits are multiplied: more where others keep the cores busy."""
-    return min(_MAX_LOAD, max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
+    """Return by what limits are multiplied: more where others keep the cores busy, just now or lately."""
+    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1  # without this process
+    cores = len(os.sched_getaffinity(0))
+    return min(_MAX_LOAD, max(1.0, os.getloadavg()[0] / cores, running / cores))
 
 
 class Player:
