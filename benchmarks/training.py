@@ -32,6 +32,10 @@ _MIN_US = 0.1
 # What is looked for is a small difference of large times: many short turns tell more than few long ones.
 _TURNS_PER_ROUND = 8
 _SHARE_OF_A_TURN = 0.6
+# Beside others a step now and then waits for their time slices, so more turns are needed: as many as 3 models
+# and 2 worlds can have in less than four minutes.
+_LOADED_TURNS_PER_ROUND = 4
+_LOADED_SECONDS_OF_A_MODEL = 34.0
 
 
 def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
@@ -46,7 +50,10 @@ def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
         try:
             with spinning_processes() if options.loaded else contextlib.nullcontext():
                 results = training_steps(
-                    world, options.seconds * _SHARE_OF_A_TURN, options.rounds * _TURNS_PER_ROUND
+                    world,
+                    options.seconds * _SHARE_OF_A_TURN,
+                    options.rounds * (_LOADED_TURNS_PER_ROUND if options.loaded else _TURNS_PER_ROUND),
+                    _LOADED_SECONDS_OF_A_MODEL if options.loaded else 0.0,
                 )
         except (OSError, RuntimeError) as error:
             notes.append(f"training with {world} ranks: {error}")
@@ -82,16 +89,21 @@ def spinning_processes() -> Iterator[list[int]]:
             process.wait()
 
 
-def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str, list[float]]]:
+def training_steps(
+    world: int, seconds: float, turns: int, model_seconds: float = 0.0
+) -> dict[str, dict[str, list[float]]]:
     """Return the microseconds of a step in each turn, by model and way (``alone``, ``torchestra``, ``gloo``).
 
     Args:
         world: how many ranks.
         seconds: how long one turn of a way lasts, roughly.
-        turns: how often the ways take turns.
+        turns: how often the ways take turns, at least.
+        model_seconds: how long they do for each model, at least.
 
     Raises:
         RuntimeError: a rank failed, or they took more than five minutes.
     """
-    results: dict[str, dict[str, list[float]]] = run_script("training_step.py", world, seconds, turns)
+    results: dict[str, dict[str, list[float]]] = run_script(
+        "training_step.py", world, seconds, turns, model_seconds
+    )
     return results

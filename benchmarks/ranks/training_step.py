@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from torch import nn
 import torchestra as dist
 
 Step = Callable[[], None]
+WAYS = ("alone", "torchestra", "gloo")
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,32 @@ def _turn(step: Step, count: int) -> list[float]:
     return found
 
 
-def _measure(model: Model, seconds: float, turns: int) -> dict[str, list[float]]:
+def _rounds(least_turns: int, least_seconds: float) -> Iterator[tuple[str, ...]]:
+    """Yield the orders of the ways, every one in its turn, the same number on all ranks."""
+    began = time.perf_counter()
+    for number, order in enumerate(itertools.cycle(itertools.permutations(WAYS))):
+        elapsed = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        dist.broadcast(elapsed, 0)
+        if number >= least_turns and elapsed.item() >= least_seconds:
+            return
+        yield order
+
+
+def _measure(model: Model, seconds: float, turns: int, model_seconds: float) -> dict[str, list[float]]:
     samples = torch.randn(model.samples)
-    ways = {
-        "alone": _step(model.make(), samples),
-        "torchestra": _step(dist.nn.parallel.DistributedDataParallel(model.make()), samples),
-        "gloo": _step(nn.parallel.DistributedDataParallel(model.make()), samples),
-    }
+    modules = (
+        model.make(),
+        dist.nn.parallel.DistributedDataParallel(model.make()),
+        nn.parallel.DistributedDataParallel(model.make()),
+    )
+    ways = {way: _step(module, samples) for way, module in zip(WAYS, modules, strict=True)}
     counts = {}
     for way, step in ways.items():
         # Both libraries make their buckets anew after the first step, and take notes in the first ten.
         _turn(step, 11)
         counts[way] = max(3, int(seconds / statistics.median(_turn(step, 5))))
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    orders = itertools.cycle(itertools.permutations(ways))
-    for order in itertools.islice(orders, turns):
+    for order in _rounds(turns, model_seconds):
         for way in order:
             # The first step after another way's turn finds the caches as that has left them.
             steps = _turn(ways[way], counts[way] + 1)[1:]
@@ -99,8 +111,11 @@ def _measure(model: Model, seconds: float, turns: int) -> dict[str, list[float]]
     return taken
 
 
-def main(seconds: float, turns: int) -> None:
-    """Measure every model, each way in so many turns of so many seconds (of three steps at least)."""
+def main(seconds: float, turns: int, model_seconds: float) -> None:
+    """Measure every model, each way in so many turns of so many seconds (of three steps at least).
+
+    There are more turns, if those of a model take less than ``model_seconds``.
+    """
     directory = Path(os.environ["TORCHESTRA_BENCH_DIRECTORY"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -111,7 +126,7 @@ def main(seconds: float, turns: int) -> None:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    found = {name: _measure(model, seconds, turns) for name, model in MODELS.items()}
+    found = {name: _measure(model, seconds, turns, model_seconds) for name, model in MODELS.items()}
     if dist.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
@@ -119,4 +134,4 @@ def main(seconds: float, turns: int) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
