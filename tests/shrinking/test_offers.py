@@ -83,3 +83,21 @@ def test_many_may_change_the_list_of_those_that_wait_at_once() -> None:
     for thread in threads:
         thread.join()
     assert set(Admission(store, 5.0).waiting()) == set(requests[::2])
+
+
+def test_a_joiner_that_removes_its_keys_meanwhile_keeps_nobody_waiting() -> None:
+    """Between the list of those that wait and their heartbeats it may have been let in."""
+    store = HashStore()
+    admission = Admission(store, 60.0)
+    gone, waits = JoinRequest.new(None, "native"), JoinRequest.new(None, "native")
+    admission.ask(gone)
+    admission.ask(waits)
+    listed = admission.waiting()
+    admission.forget(gone)
+    found: list[list[bytes]] = []
+
+    reader = threading.Thread(target=lambda: found.append(admission.heartbeats(listed)), daemon=True)
+    reader.start()
+    reader.join(30)
+    assert found == [[b"", b"1"]]
+    assert not store.check([f"heartbeat/{gone.number}"])

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from verification.simulation import autograd, groups, messages, product, replicas, rpc
+from verification.simulation import autograd, groups, growing, messages, product, replicas, rpc
 from verification.simulation.faults import fewer
 from verification.simulation.groups import BOUND_S
 from verification.simulation.scheduler import SimulationError
@@ -107,6 +107,7 @@ def check(subject: str, seed: int) -> Failure | None:
 SUBJECTS: dict[str, Callable[[int], Failure | None]] = {
     "replicas": _check_replicas,
     "groups": lambda seed: _check_world(groups.plan, groups.GroupsWorld, seed),
+    "growing": lambda seed: _check_world(growing.plan, growing.GrowingWorld, seed),
     "messages": lambda seed: _check_world(messages.plan, messages.MessagesWorld, seed),
     "rpc": lambda seed: _check_world(rpc.plan, rpc.RpcWorld, seed),
     "autograd": lambda seed: _check_world(rpc.plan, autograd.AutogradWorld, seed),

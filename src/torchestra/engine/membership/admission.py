@@ -278,10 +278,13 @@ class Admission:
             raise _forged("the list of those that wait to be let in") from error
 
     def heartbeats(self, requests: Sequence[JoinRequest]) -> list[bytes]:
-        """Return the counts of heartbeats of some joiners."""
-        return (
-            self._store.multi_get([f"heartbeat/{request.number}" for request in requests]) if requests else []
-        )
+        """Return the counts of heartbeats of some joiners; nothing for one that has removed its keys."""
+        counts = []
+        for request in requests:  # not by multi_get(), which waits for keys that are not there
+            counts.append(self._read(f"heartbeat/{request.number}"))
+            if not counts[-1]:
+                self._delete(f"heartbeat/{request.number}")
+        return counts
 
     def remove(self, numbers: Collection[str]) -> None:
         """Take requests off the list."""

@@ -9,6 +9,7 @@ is left of it.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class _Observed:
 
 
 class JoinerDetector:
-    """One rank's view of the joiners."""
+    """One rank's view of the joiners. Several threads may use it: one that looks now and then, and grow()."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -45,9 +46,14 @@ class JoinerDetector:
         self._observed: dict[str, _Observed] = {}
         self._polled_at = -self._interval_s
         self._listed: set[str] = set()
+        self._lock = threading.Lock()
 
     def waiting(self) -> list[JoinRequest]:
         """Return the requests of those that wait and are known to live; take the dead off the list."""
+        with self._lock:
+            return self._waiting()
+
+    def _waiting(self) -> list[JoinRequest]:
         requests = self._admission.waiting()
         counts = self._admission.heartbeats(requests)
         dead = [
