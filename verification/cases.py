@@ -102,6 +102,17 @@ def in_heap(count: int, *more: int, root: int = -1) -> Arguments:
     return lambda ranks, rank: (ranks.plan(rank, root=root), count, ranks.heap_tensor(rank), *more)
 
 
+def lent(count: int, inputs: int, outputs: int, *more: int) -> Arguments:
+    """Return the arguments of operations with an input that others may read, and an output of their own."""
+    return lambda ranks, rank: (
+        ranks.plan(rank),
+        count,
+        ranks.lent_tensor(rank, inputs),
+        ranks.tensor(rank, outputs),
+        *more,
+    )
+
+
 def from_heap(count: int, outputs: int, *more: int) -> Arguments:
     """Return the arguments of operations with an input in the rank's heap, and an output outside it."""
     return lambda ranks, rank: (
@@ -128,6 +139,8 @@ _CRASH = Rules(crashes=1)
 _SPURIOUS = Rules(spurious=1)
 _BOUNDED = Rules(preemptions=2)
 _TIMED = Rules(time_outs=True)
+_LENT = Sizes(single_copy=64)
+_LENT_IN_VAIN = Sizes(single_copy=64, unable=(1,))
 # Beside the flag, in a slot, in two chunks.
 _SMALL, _SLOT, _CHUNKS = 1, 7, 200
 d, m = drivers, message_drivers
@@ -164,6 +177,11 @@ CASES = [
     Case("reduce_scatter in parts", 2, d.reduce_scatters, between(13, 26, 13, 1)),
     Case("all_to_all", 2, d.exchanges, between(6, 12, 12, 2)),
     Case("all_to_all in parts", 2, d.exchanges, between(13, 26, 26, 1)),
+    Case("all_gather, lent", 2, d.all_gathers, lent(13, 13, 26, 2), _LENT),
+    Case("all_gather, lent, a rank crashes", 2, d.all_gathers, lent(13, 13, 26, 1), _LENT, _CRASH),
+    Case("all_gather, lent in vain", 2, d.all_gathers, lent(13, 13, 26, 2), _LENT_IN_VAIN),
+    Case("all_to_all, lent", 2, d.exchanges, lent(13, 26, 26, 2), _LENT),
+    Case("all_to_all, lent in vain", 2, d.exchanges, lent(13, 26, 26, 2), _LENT_IN_VAIN),
     Case("scan", 2, d.scans, in_place(_CHUNKS, 1)),
     Case("messages", 2, m.stream, message(1, 3)),
     Case("messages there and back", 2, m.ping_pong, message(2, 2)),

@@ -9,7 +9,7 @@ group if one has died. :func:`look_around` stands for that.
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import move, prefix, reduce, shared_words
+from torchestra.engine.kernels import exchange, move, prefix, reduce, shared_words
 from torchestra.engine.kernels.waiting import stop_waiting, wait_again
 from torchestra.engine.native.atomics import load, load_acquire, store, store_ordered
 from torchestra.engine.native.declarations import External, KernelSource
@@ -26,7 +26,7 @@ PENDING, DONE, ABORTED, MISMATCH, LATE_MISMATCH = (
 PLAN_META = at.PLAN_META
 
 all_reduce, all_gather, barrier, broadcast = reduce.all_reduce, move.all_gather, move.barrier, move.broadcast
-reduce_scatter_even, all_to_all_even = reduce.reduce_scatter_even, move.all_to_all_even
+reduce_scatter_even, all_to_all_even = reduce.reduce_scatter_even, exchange.all_to_all_even
 gather, scatter, scan = move.gather, move.scatter, prefix.scan
 increment_and_wake, sleep_while = shared_words.increment_and_wake, shared_words.sleep_while
 

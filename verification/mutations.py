@@ -44,8 +44,9 @@ class Mutation:
         return change
 
 
-_WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE = (
-    f"kernels.{name}." for name in ("waiting", "buffers", "eager", "move", "reduce")
+_WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE, _EXCHANGE, _LENDING = (
+    f"kernels.{name}."
+    for name in ("waiting", "buffers", "eager", "move", "reduce", "exchange", "single_copy")
 )
 _RING, _DOORBELL = "p2p.ring.", "kernels.doorbell."
 _FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
@@ -131,8 +132,8 @@ MUTATIONS = [
     ),
     Mutation(
         _WAITING + "arrive",
-        "    store(line + SHARED, shared)\n    publish(context, 1)",
-        "    publish(context, 1)\n    store(line + SHARED, shared)",
+        "    store(line + SHARED, shared)\n    store(line + LENDS, 0)\n    publish(context, 1)",
+        "    store(line + LENDS, 0)\n    publish(context, 1)\n    store(line + SHARED, shared)",
         "all_reduce in heaps",
     ),
     Mutation(_WAITING + "await_piece", "code == DONE", "code == PENDING", "broadcast, counts differ"),
@@ -166,6 +167,18 @@ MUTATIONS = [
     ),
     Mutation(
         _MOVE + "_share_in_place", "code = final_barrier(context)", "code = DONE", "all_gather from heaps"
+    ),
+    # Tensors that are lent.
+    Mutation(_MOVE + "_share_in_place", "code = final_barrier(context)", "code = DONE", "all_gather, lent"),
+    Mutation(
+        _EXCHANGE + "_exchange_in_place", "code = final_barrier(context)", "code = DONE", "all_to_all, lent"
+    ),
+    Mutation(_EXCHANGE + "exchange", "extra = 1\n", "extra = 0\n", "all_to_all, lent in vain"),
+    Mutation(
+        _LENDING + "lend",
+        "    store(line + ADDRESS, address)\n",
+        "    publish(context, 1)\n    store(line + ADDRESS, address)\n",
+        "all_gather, lent",
     ),
     # Messages.
     Mutation(_RING + "put", "    full_fence()\n", "    pass\n", "a message longer than the ring"),

@@ -14,6 +14,7 @@ import numpy as np
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.local import LocalPlan
+from torchestra.engine.membership.lending import publish_token
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import find_heaps
@@ -22,7 +23,7 @@ from torchestra.engine.p2p import Mailbox, channel_area_bytes
 from torchestra.engine.p2p import layout as p2p
 from verification.memory import Known, SharedMemory
 from verification.program import Library
-from verification.world import ALLOCATED, Rules, Start, World
+from verification.world import ALLOCATED, Rules, Start, World, process_of
 
 HEAP_BYTES = 1 << 16
 WORD = 8
@@ -37,7 +38,9 @@ class Sizes:
     share: int = 48
     peer_chunk: int = 48
     eager: int = 64
+    single_copy: int = 1 << 40
     stream_above: int = 1 << 40
+    unable: tuple[int, ...] = ()  # the ranks that cannot read the memory of others
 
 
 class Ranks:
@@ -61,9 +64,12 @@ class Ranks:
                 (at.SPINS, 0), (at.YIELDS, 0), (at.STREAM_ABOVE, sizes.stream_above),
                 (at.DIRECT, sizes.direct), (at.CHUNK, sizes.chunk), (at.SHARE, sizes.share),
                 (at.PEER_CHUNK, sizes.peer_chunk),
-                (at.EAGER_BYTES, sizes.eager),
+                (at.EAGER_BYTES, sizes.eager), (at.SINGLE_COPY, sizes.single_copy),
+                (at.READER, at.CANNOT if rank in sizes.unable else at.BY_SYSTEM_CALL),
             ):  # fmt: skip
                 context.store_word(offset, value)
+            publish_token(self.arena, rank, context._words)
+            self.arena.store_word(self.arena.control(rank) + at.PROCESS, process_of(rank))
             find_heaps(self.arena, context._words)
             self.own(rank, context._words)
             self.own(rank, context._tables)
@@ -80,6 +86,11 @@ class Ranks:
     def tensor(self, rank: int, words: int) -> int:
         """Return the address of memory of one rank."""
         return self.own(rank, np.zeros(words, dtype=np.int64))
+
+    def lent_tensor(self, rank: int, words: int) -> int:
+        """Return the address of memory of one rank, which others may read if it lends it."""
+        self._kept.append(made := np.zeros(words, dtype=np.int64))
+        return int(made.ctypes.data)
 
     def heap_tensor(self, rank: int, offset: int = 0) -> int:
         """Return the address of memory in a rank's heap, which peers may use."""

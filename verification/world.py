@@ -356,6 +356,45 @@ def _copy(target: int, source: int, length: int) -> int:
     return target
 
 
+def process_of(rank: int) -> int:
+    """Return what stands for the number of a rank's process."""
+    return rank + 1
+
+
+def _read_process(
+    process: int, local: int, local_count: int, remote: int, remote_count: int, flags: int
+) -> int:
+    """Stand for process_vm_readv: copy words, or what is shorter than a word, of a process that lives."""
+    world = now.world
+    owner = process - process_of(0)
+    if owner in world.crashed:
+        return -1
+    assert 0 <= owner < len(world.starts)
+    assert not flags
+    lengths = [load(local + 16 * index + 8) for index in range(local_count)]
+    given = [load(remote + 16 * index + 8) for index in range(remote_count)]
+    if lengths != given:  # the ends of a rank's own tensor, which nothing is done with
+        assert owner == now.rank
+        assert sum(lengths) == sum(given) == 2
+        return 2
+    for index, length in enumerate(lengths):
+        _copy_from(owner, load(local + 16 * index), load(remote + 16 * index), length)
+    return sum(lengths)
+
+
+def _copy_from(owner: int, target: int, source: int, length: int) -> None:
+    world = now.world
+    assert length % 8 == 0, "models move whole words"
+    for offset in range(0, length, 8):
+        address = source + offset
+        if not world.starts[owner].is_private(address):
+            value = world.memory.read(now.rank, address)
+        else:
+            found = world.private[owner].get(address)
+            value = world.memory.initial(address) if found is None else found
+        store(target + offset, value)
+
+
 def _stream_line(target: int, source: int) -> None:
     for offset in range(0, 64, 8):
         value = load(source + offset)
@@ -387,6 +426,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "load": load,
     "store": store,
     "memcpy": _copy,
+    "process_vm_readv": _read_process,
+    "memset": _nothing,
     "stream_line": _stream_line,
     "stream_fence": lambda: now.world.memory.stream_fence(now.rank),
     "call_reduction": _add_up,
@@ -400,4 +441,4 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 """By name: the functions that stand for a kernel's invisible intrinsics and C functions."""
 
-__all__ = ["OPERATIONS", "Event", "Rules", "Start", "Stop", "World", "load", "now", "store"]
+__all__ = ["OPERATIONS", "Event", "Rules", "Start", "Stop", "World", "load", "now", "process_of", "store"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchestra.engine.kernels import buffers, eager, iovec, move, reduce, waiting
+from torchestra.engine.kernels import buffers, eager, exchange, iovec, move, reduce, single_copy, waiting
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import External, kernel
 from torchestra.engine.native.kernel import Kernel, entry_point
@@ -179,30 +179,33 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "        if rank == root:\n            memcpy(eager_piece",
         ),
     ],
-    move: [
-        (  # share
-            "max(own, total), apart(longest))\n        if code != DONE:\n            return code\n",
-            "max(own, total), apart(longest))\n        if code != DONE:\n            return code\n"
-            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
-            "            arrive(context, meta, count, offset_in_heap(context, source))\n",
-        ),
-        (  # exchange
+    single_copy: [],
+    exchange: [
+        (
             "        _tell_splits(context)\n",
             "        _tell_splits(context)\n"
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, NOT_SHARED)\n",
         ),
-        (  # share
-            "        offset = iteration * chunk\n        if offset < own",
+        (
+            "        if iteration < parts:\n            _leave_parts",
             "        if 0 < iteration < parts and is_broken(COPY_BEFORE_PUBLISHING):\n"
-            "            publish(context, iteration + 1)\n"
-            "        offset = iteration * chunk\n        if offset < own",
+            "            publish(context, iteration + 1 + extra)\n"
+            "        if iteration < parts:\n            _leave_parts",
         ),
-        (  # exchange
-            "        if iteration < parts:\n            _leave_parts",
+    ],
+    move: [
+        (  # share
+            "_wanted_bytes(context)), apart(longest))\n        if code != DONE:\n            return code\n",
+            "_wanted_bytes(context)), apart(longest))\n        if code != DONE:\n            return code\n"
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, offset_in_heap(context, source))\n",
+        ),
+        (  # share
+            "        _leave_part(context, iteration",
             "        if 0 < iteration < parts and is_broken(COPY_BEFORE_PUBLISHING):\n"
-            "            publish(context, iteration + 1)\n"
-            "        if iteration < parts:\n            _leave_parts",
+            "            publish(context, iteration + 1 + extra)\n"
+            "        _leave_part(context, iteration",
         ),
     ],
     reduce: [

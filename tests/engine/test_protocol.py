@@ -19,6 +19,7 @@ from kernel_variants import Rule, broken, edited
 
 import torchestra as dist
 from torchestra.engine import layout as at
+from torchestra.engine.kernels import exchange as exchange_kernels
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
@@ -215,7 +216,7 @@ def stress(turn: Turn, rule: Rule | None) -> int:
         "all_reduce_iovec": edited(reduce.all_reduce_iovec),
         "share": edited(move.share),
         "broadcast": edited(move.broadcast),
-        "exchange": edited(move.exchange),
+        "exchange": edited(exchange_kernels.exchange),
         "reduce_scatter_even": edited(reduce.reduce_scatter_even),
     }
     with broken(rule):

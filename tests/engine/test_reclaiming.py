@@ -186,22 +186,23 @@ def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest
     monkeypatch.setattr(reclaiming, "_SECONDS_FOR_THREADS", 0.1)
     told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event(), threading.Event())
     assert "do not use the tensor" in told
-    assert "rank 1 may still write into it, and has been there for 0.1 s" in told
+    assert "rank 1 may still use it, and has been there for 0.1 s" in told
 
 
 # -- what reads the tensors of others
 
 
 @pytest.mark.parametrize(
-    ("kind", "kernel"),
+    ("kind", "kernel", "reader"),
     [
-        (Kind.all_gather, "all_gather"),
-        (Kind.broadcast, "broadcast"),
-        (Kind.all_reduce, "all_reduce"),
+        (Kind.all_gather, "all_gather", at.REFUSED),
+        (Kind.all_gather, "all_gather", at.BY_ADDRESS),
+        (Kind.broadcast, "broadcast", at.REFUSED),
+        (Kind.all_reduce, "all_reduce", at.REFUSED),
     ],
 )
 def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed_them(
-    kind: Kind, kernel: str
+    kind: Kind, kernel: str, reader: int
 ) -> None:
     """Rank 0 is through, and the group aborted, before rank 1 has seen that rank 0 is."""
     arena, descriptor = Arena.create(layout_for(2), "pair")
@@ -212,6 +213,7 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
         context = RankContext(arena, rank, "pair", SpinPolicy(0, 0))
         context.poll_interval_s = 0.001
         engine = LocalEngine(context)
+        context.store_word(at.READER, reader)
         tensor, output = engine.empty((LENGTH,), torch.float32).fill_(1.0), torch.empty(2 * LENGTH)
         addresses = [tensor.data_ptr()]
         if kind is Kind.all_gather:

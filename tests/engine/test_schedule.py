@@ -6,6 +6,7 @@ meetings. So an additional synchronisation, which no test of results could see, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -174,7 +175,33 @@ def test_the_longest_piece_counts() -> None:
 
 
 def default_meetings() -> list[int]:
+    dist.group.WORLD.communicator.engine.context.store_word(at.READER, at.REFUSED)
     return [meetings(operation, 4 << 20, False) for operation in (all_reduce, all_gather, all_to_all)]
+
+
+LONG = (4096, 4097, 5000)
+NEVER = 1 << 62
+
+
+def meetings_of_long_pieces(operation: Operation, single_copy: int, unable: bool) -> list[int]:
+    engine = dist.group.WORLD.communicator.engine
+    engine.choices = dataclasses.replace(CHOICES, single_copy=single_copy)
+    if unable and dist.get_rank() == 1:
+        engine.context.store_word(at.READER, at.CANNOT)
+    return [meetings(operation, length, False) for length in LONG]
+
+
+@pytest.mark.parametrize("operation", [broadcast, all_gather, gather, scatter, all_to_all])
+def test_what_is_read_where_it_lies_meets_at_the_start_and_at_the_end(operation: Operation) -> None:
+    usual = run("threads", 3, meetings_of_long_pieces, operation, NEVER, False)[0]
+    assert run("threads", 3, meetings_of_long_pieces, operation, 4096, False) == [[usual[0], 2, 2]] * 3
+
+
+@pytest.mark.parametrize(("operation", "size"), [(all_gather, 2), (all_to_all, 2), (scatter, 3)])
+def test_if_a_rank_cannot_read_all_meet_once_more_and_never_again(operation: Operation, size: int) -> None:
+    usual = run("threads", size, meetings_of_long_pieces, operation, NEVER, False)[0]
+    expected = [usual[0], usual[1] + 1, usual[2]]
+    assert run("threads", size, meetings_of_long_pieces, operation, 4096, True) == [expected] * size
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, [9, 32, 8]), (3, [9, 8, 16]), (5, [9, 8, 32])])

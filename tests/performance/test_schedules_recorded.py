@@ -61,6 +61,7 @@ def steps_taken(calls: list[tuple[str, int]]) -> list[tuple[int, int]]:
     """Run operations on this rank; return how many of the arena each was, and the last step."""
     context: Any = dist.group.WORLD.communicator.engine.context
     taken = []
+    context.store_word(at.READER, at.REFUSED)  # predictions are of the way through buffers
     dist.barrier()
     for name, count in calls:
         before = context.load_word(at.SEQUENCE)

@@ -21,7 +21,8 @@ heap between step 1 and step 2 of an operation on it. A rank that was stopped re
 be something else already; but only after the group was aborted, so it sees that at its step 2, and fails
 (waiting.py).
 
-*Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
+*Splits* hold how much a rank sends to and expects from each peer in an all_to_all, and where in its own
+memory it lies. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. *Eager
 slots* (WINDOW a rank) carry the pieces of ranks that do not wait for those who read them (eager.py). A
 *record* holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations
@@ -34,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 14
+VERSION = 15
 MEMORY_FILE = "torchestra"  # the prefix of the names of all arenas' memory files
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for records of ended arenas (flight_dump.py)
 PAGE = 4096
@@ -96,6 +97,8 @@ CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ABANDONED = 328  # the operation that the rank has left halfway; it begins no other
 STACK_SIGNAL = 336  # how others get its stack if it does not answer (diagnosis/stack_dump.py),
 STACK_DESCRIPTOR = 344
+TOKEN_ADDRESS = 352  # where in the rank's own memory a word is that has the value of
+TOKEN = 360  # this one, by which its process is known (single_copy.py)
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
 ANSWERED = 392  # the value of ASKED that ANSWER answers
 CALLED_LENGTH = 400
@@ -118,8 +121,14 @@ COUNT = 16  # its size
 SHARED = 24  # where in the rank's heap the tensor lies, or NOT_SHARED; or the first word of
 PAYLOAD = 24  # the rank's piece, where all pieces of the operation are that short
 PAYLOAD_BYTES = 40
+LENDS = 32  # of longer pieces: ABLE or NOT_ABLE if the rank lends its tensor (single_copy.py), else 0
+HEAP_START = 40  # the address of its heap, by its own mapping, if the tensor that it lends lies there
+ADDRESS = 48  # of that tensor, in its own memory
 FLAGS = 16  # a power of two
 WINDOW = 8  # how many operations ranks may be apart (waiting.py)
+
+ABLE = 1
+NOT_ABLE = 2
 
 ABSENT = 0
 PRESENT = 1
@@ -261,7 +270,21 @@ SEEN = 344  # the last operation that all peers are known to have begun, with fi
 DIFFERS = 352  # the operation in which fingerprints do not, when LATE_MISMATCH is returned
 EAGER_SLOTS = 360  # address of the eager slots of rank 0
 EAGER_BYTES = 368  # rooted operations with pieces of up to so many bytes are those of eager.py
-CONTEXT_BYTES = 376
+SINGLE_COPY = 376  # pieces of more than so many bytes are read where they lie, if all ranks can
+READER = 384  # how this rank reads its peers' memory:
+VERDICT = 392  # address of a word of the process: whether it is faster to (single_copy.py)
+IOVECS = 400  # scratch: four of struct iovec
+FOUND_TOKEN = 464  # scratch
+FOUND_BYTES = 472  # scratch
+OWN_TOKEN = 480  # what peers find at TOKEN_ADDRESS
+LENT = 488  # the last operation in which this rank has lent its tensor
+EXTRA_STEP = 496  # 1: the first meeting of the current operation was for nothing but to agree
+CONTEXT_BYTES = 504
+UNPROBED = 0  # values of READER: not known yet,
+BY_SYSTEM_CALL = 1  # process_vm_readv,
+BY_ADDRESS = 2  # all ranks are threads of this process,
+CANNOT = 3  # it may not, or would be slower,
+REFUSED = 4  # and all ranks know that one of them cannot
 MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
 
@@ -282,6 +305,7 @@ PENDING = 1
 ABORTED = 2
 MISMATCH = 3
 LATE_MISMATCH = 4  # in an operation that a rank may have left already
+UNREADABLE = 5  # the memory of the rank in BLOCKED cannot be read
 
 ENTERING = -1  # RESUME of an operation that waits for peers that are too far behind
 
@@ -311,8 +335,8 @@ class Layout:
 
     @property
     def splits_bytes(self) -> int:
-        """The bytes of one rank's splits: by parity, then sent and expected, then by peer."""
-        return 2 * 2 * 8 * self.size
+        """The bytes of one rank's splits: by parity, then sent, expected and where it lies, then by peer."""
+        return 2 * 3 * 8 * self.size
 
     @property
     def agreement(self) -> int:

@@ -22,7 +22,7 @@ from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.entry_layout import State
 from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.interface import Engine, Prepared
-from torchestra.engine.kernels import move, prefix, reduce
+from torchestra.engine.kernels import exchange, move, prefix, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.message_waiter import MessageWaiter
@@ -88,8 +88,8 @@ KERNELS: dict[str, Any] = {
     "gather": move.gather,
     "scatter": move.scatter,
     "all_gather": move.all_gather,
-    "exchange": move.exchange,
-    "all_to_all_even": move.all_to_all_even,
+    "exchange": exchange.exchange,
+    "all_to_all_even": exchange.all_to_all_even,
     "scan": prefix.scan,
 }
 """The kernels of collectives, compiled when an engine is made."""
@@ -276,7 +276,10 @@ class LocalEngine(Engine):
             kind_name=DTYPE_NAMES.__getitem__,
             peers_are_threads=current_thread_rank() is not None,
         )
-        self.state = State(context=context.address, releases=int(isinstance(context.peers, PeerThreads)))
+        threads = isinstance(context.peers, PeerThreads)
+        self.state = State(context=context.address, releases=int(threads))
+        if threads:
+            context.store_word(at.READER, at.BY_ADDRESS)
         self.kernels = Kernels(self.state)
         self.iovec = array("q")  # the tables of the last operation on several tensors
         self._context = context.address
@@ -290,6 +293,7 @@ class LocalEngine(Engine):
         """Run no kernel in a forked child, which has no place in the arena."""
         self.mailbox.forget()
         self.kernels.replace(partial(_refuse_in_child, self.context))
+        self.context.store_word(at.OWN_TOKEN, 0)
         self.context.store_word(
             at.RESUME, 0
         )  # an operation that the parent is in is not the child's to abort
@@ -312,6 +316,7 @@ class LocalEngine(Engine):
         self.context.store_word(at.SHARE, choices.share)
         self.context.store_word(at.PEER_CHUNK, choices.part(self.size))
         self.context.store_word(at.EAGER_BYTES, choices.eager)
+        self.context.store_word(at.SINGLE_COPY, choices.single_copy)
         self.context.store_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(

@@ -11,7 +11,9 @@ will find the group aborted when it has (waiting.py); one that has published ste
 left halfway too says so in ABANDONED; one that is dead does nothing. After a moment that accounts for all of
 them, if none is stopped. If the others are processes, the rank replaces the pages of the tensor by copies
 that they do not see: what they write goes into memory that nobody uses. Ranks that are threads see the same
-memory, but are never stopped alone: the rank waits for them.
+memory, but are never stopped alone: the rank waits for them. It does so, too, while they may read a tensor
+that it has lent them (single_copy.py), since reading memory that it has freed would end the process; a
+process that reads another's learns of it, and at its step 2 that the group was aborted.
 
 The memory of the pages that were replaced goes back to the system, and reads as zeros to a peer: which is no
 worse than what the rank may do with its tensor from now on. Either is only for a group that is aborted.
@@ -47,6 +49,8 @@ def reclaim(context: RankContext) -> None:
     shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.load_word(at.SEQUENCE))
     threads = isinstance(context.peers, PeerThreads)
     start, length = _tensor(context)
+    if threads and context.load_word(at.LENT) == context.load_word(at.SEQUENCE):
+        length = max(length, 1)
     deadline = time.monotonic() + (_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES)
     pause = _FIRST_PAUSE
     while (inside := _inside(context)) and length > 0 and time.monotonic() < deadline:
@@ -64,7 +68,7 @@ def reclaim(context: RankContext) -> None:
     called = ", ".join(map(str, context.to_group_ranks(inside)))
     raise DistBackendError(
         f"rank {context.group_rank}: do not use the tensor of the operation of group {context.name!r} that"
-        f" failed any more: rank {called} may still write into it, and {problem}"
+        f" failed any more: rank {called} may still use it, and {problem}"
     )
 
 

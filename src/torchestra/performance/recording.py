@@ -134,6 +134,7 @@ class Recorder:
         for local_rank in range(self.ranks_per_host):
             context = RankContext(arena, local_rank, "recorded", SpinPolicy(0, 0))
             local = LocalEngine(context)
+            context.store_word(at.READER, at.REFUSED)  # what is predicted goes through buffers
             local.choices = self._choices or local.choices
             for name, kernel in self._kernels.items():
                 setattr(local.kernels, name, kernel if self._table is None else _as_step(kernel))

@@ -38,7 +38,7 @@ from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.immediate import receive_now, send_now
 
 POINTERS, OWN_WORD = at.POINTERS, callable_type.OWN_WORD
-RESUME, ENTERING, DONE = at.RESUME, at.ENTERING, at.DONE
+RESUME, ENTERING, DONE, SINGLE_COPY = at.RESUME, at.ENTERING, at.DONE, at.SINGLE_COPY
 _LOW = 0xFFFF_FFFF
 
 
@@ -135,8 +135,9 @@ def _slow_path_method(method, own, arguments, number, keywords):
 
 @kernel
 def _has_one_meeting(request, context):
-    """Return whether the operation is one part, by the threshold of its kernel (kernels/selection.py)."""
-    return load(request + e.LONGEST_PIECE) <= load(context + load(request + e.THRESHOLD))
+    """Return whether the operation is one part, by the thresholds of its kernel (kernels/selection.py)."""
+    longest = load(request + e.LONGEST_PIECE)
+    return longest <= load(context + load(request + e.THRESHOLD)) and longest <= load(context + SINGLE_COPY)
 
 
 @kernel

@@ -27,7 +27,7 @@ from torchestra.engine.entries.python_interface import (
     release_interpreter,
     take_interpreter,
 )
-from torchestra.engine.kernels import move, reduce
+from torchestra.engine.kernels import exchange, move, reduce
 from torchestra.engine.kernels.waiting import ALL_WAITERS, FUTEX, FUTEX_WAKE, stop_waiting, wait_again
 from torchestra.engine.native.atomics import kernel, load, store, syscall
 
@@ -79,7 +79,7 @@ def run_kernel(which, plan, first, second, third):
     if which == REDUCE_SCATTER_EVEN:
         return reduce.reduce_scatter_even(plan, first, second, third)
     if which == ALL_TO_ALL_EVEN:
-        return move.all_to_all_even(plan, first, second, third)
+        return exchange.all_to_all_even(plan, first, second, third)
     if which == REDUCE_SCATTER:
         return reduce.reduce_scatter(plan, first, second, third)
     if which == SHARE:
@@ -89,7 +89,7 @@ def run_kernel(which, plan, first, second, third):
     if which == SCATTER:
         return move.scatter(plan, first, second)
     if which == EXCHANGE:
-        return move.exchange(plan, first)
+        return exchange.exchange(plan, first)
     return move.barrier(plan, first)
 
 

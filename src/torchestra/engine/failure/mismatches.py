@@ -26,8 +26,8 @@ def differing_thresholds(arena: Arena, load_word: LoadWord) -> str:
         return ""
     return (
         f" with thresholds of its own (direct={load_word(at.DIRECT)}, chunk={load_word(at.CHUNK)},"
-        f" share={load_word(at.SHARE)}, eager={load_word(at.EAGER_BYTES)} bytes;"
-        " all ranks must have the same)"
+        f" share={load_word(at.SHARE)}, eager={load_word(at.EAGER_BYTES)},"
+        f" single_copy={load_word(at.SINGLE_COPY)} bytes; all ranks must have the same)"
     )
 
 

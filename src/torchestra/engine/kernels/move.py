@@ -16,13 +16,25 @@ from torchestra.engine.kernels.buffers import (
     buffer_of,
     copy_out,
     first_piece,
-    peer_slot,
     streams,
 )
 from torchestra.engine.kernels.eager import eager_broadcast, eager_gather, eager_scatter
+from torchestra.engine.kernels.exchange import exchange
+from torchestra.engine.kernels.single_copy import (
+    ALL,
+    NOBODY,
+    SOME,
+    fetch,
+    has_lent,
+    lend_tensor,
+    lenders,
+    lends,
+    pays_to_share,
+    unreadable,
+)
 from torchestra.engine.kernels.waiting import (
-    all_count,
     arrive,
+    current_line,
     end,
     end_posted,
     enter,
@@ -37,14 +49,14 @@ from torchestra.engine.kernels.waiting import (
 )
 from torchestra.engine.native.atomics import kernel, load, memcpy, store, stream_fence
 
-RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
-SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
-UNKNOWN = at.UNKNOWN
-NOT_SHARED, DONE, MISMATCH = at.NOT_SHARED, at.DONE, at.MISMATCH
+RANK, SIZE, RESUME = at.RANK, at.SIZE, at.RESUME
+TARGETS, TARGET_BYTES = at.TARGETS, at.TARGET_BYTES
+UNKNOWN, DONE = at.UNKNOWN, at.DONE
 SHARE, PEER_CHUNK = at.SHARE, at.PEER_CHUNK
 PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
 PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
 EAGER_BYTES, FARTHEST = at.EAGER_BYTES, at.WINDOW - 1
+EXTRA_STEP, ADDRESS = at.EXTRA_STEP, at.ADDRESS
 
 
 @kernel
@@ -71,59 +83,108 @@ def share(plan, count, source):
 
     TARGET_BYTES says, the same on every rank, how long the piece of each rank is (0: offers none), TARGETS
     where to put it (0: not wanted here). In iteration t a rank copies part t of its piece into its buffer
-    and part t - 1 of the others' pieces out of theirs. One copy in the buffer serves all readers.
+    and part t - 1 of the others' pieces out of theirs. One copy in the buffer serves all readers. Long
+    pieces may be lent instead (single_copy.py).
     """
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
     chunk = load(context + SHARE)
-    rank = load(context + RANK)
-    targets = load(context + TARGETS)
-    lengths = load(context + TARGET_BYTES)
-    own = load(lengths + rank * 8)
-    longest = 0
-    total = 0
-    for peer in range(load(context + SIZE)):
-        longest = max(longest, load(lengths + peer * 8))
-        if load(targets + peer * 8) != 0:
-            total += load(lengths + peer * 8)
-    stream = streams(context, own + total)
+    own = load(load(context + TARGET_BYTES) + load(context + RANK) * 8)
+    longest = _longest_piece(context)
+    stream = streams(context, own + _wanted_bytes(context))
     parts = max(1, (longest + chunk - 1) // chunk)
     iteration = load(context + RESUME)
     if iteration >= SHARED_PATH:
-        return _share_in_place(context, source, stream)
+        return _share_in_place(context, source, stream, False)
     if iteration <= 0:
         iteration = 0
-        code = enter(context, meta, count, max(own, total), apart(longest))
+        code = enter(context, meta, count, max(own, _wanted_bytes(context)), apart(longest))
         if code != DONE:
             return code
+        store(context + EXTRA_STEP, 0)
+    extra = load(context + EXTRA_STEP)
+    may_lend = extra == 0 and lends(context, longest)
+    if iteration == 0 and may_lend and pays_to_share(context, _shortest_piece(context), stream):
+        lend_tensor(context, meta, count, source, own)
+        iteration = 1
     while iteration < parts + 1:
         if iteration > 0:
-            code = meet(context, meta, count) if iteration == 1 else wait_for_step(context, iteration)
+            first = iteration + extra == 1
+            code = meet(context, meta, count) if first else wait_for_step(context, iteration + extra)
             if code != DONE:
                 store(context + RESUME, iteration)
                 return code
-            if iteration == 1 and parts > 1 and everyone_shares(context):
-                return _share_in_place(context, source, stream)
-        offset = iteration * chunk
-        if offset < own:
-            buffer = buffer_of(context, rank, iteration) if iteration else first_piece(context, rank, longest)
-            memcpy(buffer, source + offset, min(chunk, own - offset))
-        if iteration == 0 and parts == 1:
+            found = lenders(context) if first and may_lend else NOBODY
+            if found == ALL or (found == NOBODY and first and parts > 1 and everyone_shares(context)):
+                return _share_in_place(context, source, stream, found == ALL)
+            if found == SOME:
+                extra = 1
+                iteration = 0
+        _leave_part(context, iteration, chunk, longest, source)
+        if extra and iteration == 0:
+            publish(context, 2)
+        elif iteration == 0 and parts == 1 and not may_lend:
             post(context, meta, count)
         elif iteration == 0:
             arrive(context, meta, count, offset_in_heap(context, source))
-        target = load(targets + rank * 8)
-        if offset < own and target != 0 and target != source:
-            copy_out(target + offset, source + offset, min(chunk, own - offset), stream)
+        _keep_part(context, iteration, chunk, source, stream)
         if iteration > 0:
             _fetch_parts(context, iteration - 1, chunk, longest, stream)
         if 0 < iteration < parts:
-            publish(context, iteration + 1)
+            publish(context, iteration + 1 + extra)
         iteration += 1
     if stream:
         stream_fence()
     end_posted(context)
     return DONE
+
+
+@kernel
+def _longest_piece(context):
+    """Return the bytes of the longest piece that a rank offers."""
+    longest = 0
+    for peer in range(load(context + SIZE)):
+        longest = max(longest, load(load(context + TARGET_BYTES) + peer * 8))
+    return longest
+
+
+@kernel
+def _shortest_piece(context):
+    """Return the bytes of the shortest piece that a rank offers."""
+    shortest = load(load(context + TARGET_BYTES))
+    for peer in range(load(context + SIZE)):
+        shortest = min(shortest, load(load(context + TARGET_BYTES) + peer * 8))
+    return shortest
+
+
+@kernel
+def _wanted_bytes(context):
+    """Return how many bytes this rank wants, its own piece among them."""
+    total = 0
+    for peer in range(load(context + SIZE)):
+        if load(load(context + TARGETS) + peer * 8) != 0:
+            total += load(load(context + TARGET_BYTES) + peer * 8)
+    return total
+
+
+@kernel
+def _leave_part(context, number, chunk, longest, source):
+    """Copy part ``number`` of this rank's piece into its buffer."""
+    rank = load(context + RANK)
+    length = min(chunk, load(load(context + TARGET_BYTES) + rank * 8) - number * chunk)
+    if length > 0:
+        buffer = buffer_of(context, rank, number) if number else first_piece(context, rank, longest)
+        memcpy(buffer, source + number * chunk, length)
+
+
+@kernel
+def _keep_part(context, number, chunk, source, stream):
+    """Copy part ``number`` of this rank's piece to where it wants it."""
+    rank = load(context + RANK)
+    target = load(load(context + TARGETS) + rank * 8)
+    length = min(chunk, load(load(context + TARGET_BYTES) + rank * 8) - number * chunk)
+    if length > 0 and target != 0 and target != source:
+        copy_out(target + number * chunk, source + number * chunk, length, stream)
 
 
 @kernel
@@ -145,8 +206,8 @@ def _fetch_parts(context, number, chunk, longest, stream):
 
 
 @kernel
-def _share_in_place(context, source, stream):
-    """Read the pieces of all ranks, which lie in their heaps, there and once."""
+def _share_in_place(context, source, stream, lent):
+    """Read the pieces of all ranks where they lie, once: what they have ``lent``, or in their heaps."""
     rank = load(context + RANK)
     size = load(context + SIZE)
     if load(context + RESUME) < SHARED_PATH:
@@ -154,9 +215,15 @@ def _share_in_place(context, source, stream):
             peer = (rank + step) % size
             target = load(load(context + TARGETS) + peer * 8)
             length = load(load(context + TARGET_BYTES) + peer * 8)
-            piece = shared_tensor(context, peer)
-            if target != 0 and target != piece and length > 0:
-                copy_out(target, piece, length, stream)
+            if target != 0 and length > 0:
+                if peer == rank:
+                    _keep_part(context, 0, length, source, stream)
+                elif not lent:
+                    copy_out(target, shared_tensor(context, peer), length, stream)
+                else:
+                    address = load(current_line(context, peer) + ADDRESS)
+                    if not fetch(context, peer, target, address, length, stream):
+                        return unreadable(context, peer)
         if stream:
             stream_fence()
         publish(context, 2)
@@ -172,7 +239,12 @@ def all_gather(plan, count, source, target):
     """Everybody gets the pieces of all, each of ``count`` elements, one after the other."""
     context = load(plan + PLAN_CONTEXT)
     length = count * load(plan + PLAN_UNIT)
-    if length <= load(context + SHARE) and not streams(context, length * (1 + load(context + SIZE))):
+    if (
+        length <= load(context + SHARE)
+        and not streams(context, length * (1 + load(context + SIZE)))
+        and not lends(context, length)
+        and not has_lent(context)
+    ):
         return _all_gather_small(context, load(plan + PLAN_META), count, source, target, length)
     if load(context + RESUME) == 0:
         for peer in range(load(context + SIZE)):
@@ -240,156 +312,3 @@ def broadcast(plan, count, address):
         store(load(context + TARGETS) + root * 8, address)
         store(load(context + TARGET_BYTES) + root * 8, length)
     return share(plan, count, address)
-
-
-@kernel
-def _splits_of(context, rank):
-    """Return two rows of SIZE words: what ``rank`` sends to, and what it expects from, each peer."""
-    size = load(context + SIZE)
-    return load(context + SPLITS) + (rank * 2 + (load(context + SEQUENCE) & 1)) * 2 * size * 8
-
-
-@kernel
-def _tell_splits(context):
-    rank = load(context + RANK)
-    size = load(context + SIZE)
-    row = _splits_of(context, rank)
-    memcpy(row, load(context + SOURCE_BYTES), size * 8)
-    memcpy(row + size * 8, load(context + TARGET_BYTES), size * 8)
-
-
-@kernel
-def _longest_split(context):
-    """Return the longest piece of any pair, or -1 when a pair does not agree about a length."""
-    size = load(context + SIZE)
-    longest = 0
-    for sender in range(size):
-        sent = _splits_of(context, sender)
-        for receiver in range(size):
-            length = load(sent + receiver * 8)
-            if load(_splits_of(context, receiver) + (size + sender) * 8) != length:
-                return -1
-            longest = max(longest, length)
-    return longest
-
-
-@kernel
-def _longest(context, count):
-    """:func:`_longest_split`, at once where all ranks exchange equal pieces of ``count`` bytes."""
-    if count != UNKNOWN and all_count(context, count):
-        return count
-    return _longest_split(context)
-
-
-@kernel
-def exchange(plan, count):
-    """Every rank sends one piece to each peer: SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES, by peer.
-
-    In iteration t a rank copies part t of the piece for each peer into its place in the buffer (SIZE - 1
-    places of ``chunk`` bytes) and part t - 1 of the pieces for itself out of the others' buffers.
-    What the ranks send and expect is told with the fingerprint, and all compare all of it. ``count`` is the
-    length of every piece, or UNKNOWN where they differ.
-    """
-    context = load(plan + PLAN_CONTEXT)
-    meta = load(plan + PLAN_META)
-    chunk = load(context + PEER_CHUNK)
-    size = load(context + SIZE)
-    sent = load(context + SOURCE_BYTES)
-    expected = load(context + TARGET_BYTES)
-    total = 0
-    given = 0
-    for peer in range(size):
-        total += load(expected + peer * 8)
-        given += load(sent + peer * 8)
-    stream = streams(context, given + total)
-    iteration = load(context + RESUME)
-    parts = 1
-    if iteration <= 0:
-        iteration = 0
-        code = enter(context, meta, count, max(given, total), 1)
-        if code != DONE:
-            return code
-        _tell_splits(context)
-    elif iteration > 1:
-        parts = max(1, (_longest(context, count) + chunk - 1) // chunk)
-    while iteration < parts + 1:
-        if iteration > 0:
-            if iteration == 1:
-                code = meet(context, meta, UNKNOWN)
-                if code == DONE:
-                    longest = _longest(context, count)
-                    if longest < 0:
-                        code = MISMATCH
-                    parts = max(1, (longest + chunk - 1) // chunk)
-            else:
-                code = wait_for_step(context, iteration)
-            if code != DONE:
-                store(context + RESUME, iteration)
-                return code
-        if iteration < parts:
-            _leave_parts(context, iteration, chunk)
-        if iteration == 0:
-            arrive(context, meta, count, NOT_SHARED)
-        _keep_part(context, iteration, chunk, stream)
-        if iteration > 0:
-            _take_parts(context, iteration - 1, chunk, stream)
-        if 0 < iteration < parts:
-            publish(context, iteration + 1)
-        iteration += 1
-    if stream:
-        stream_fence()
-    end(context)
-    return DONE
-
-
-@kernel
-def _leave_parts(context, number, chunk):
-    """Copy part ``number`` of the piece for each peer into this rank's buffer."""
-    rank = load(context + RANK)
-    buffer = buffer_of(context, rank, number)
-    for peer in range(load(context + SIZE)):
-        length = min(chunk, load(load(context + SOURCE_BYTES) + peer * 8) - number * chunk)
-        if peer != rank and length > 0:
-            source = load(load(context + SOURCES) + peer * 8) + number * chunk
-            memcpy(buffer + peer_slot(context, rank, peer) * chunk, source, length)
-
-
-@kernel
-def _keep_part(context, number, chunk, stream):
-    """Copy part ``number`` of what a rank sends itself.
-
-    That it expects as much is found out with the other pairs.
-    """
-    offset = load(context + RANK) * 8
-    whole = min(load(load(context + SOURCE_BYTES) + offset), load(load(context + TARGET_BYTES) + offset))
-    length = min(chunk, whole - number * chunk)
-    if length > 0:
-        source = load(load(context + SOURCES) + offset) + number * chunk
-        copy_out(load(load(context + TARGETS) + offset) + number * chunk, source, length, stream)
-
-
-@kernel
-def _take_parts(context, number, chunk, stream):
-    """Copy part ``number`` of the pieces for this rank out of the peers' buffers, beginning with the next."""
-    rank = load(context + RANK)
-    size = load(context + SIZE)
-    for step in range(1, size):
-        peer = (rank + step) % size
-        length = min(chunk, load(load(context + TARGET_BYTES) + peer * 8) - number * chunk)
-        if length > 0:
-            buffer = buffer_of(context, peer, number) + peer_slot(context, peer, rank) * chunk
-            target = load(load(context + TARGETS) + peer * 8) + number * chunk
-            copy_out(target, buffer, length, stream)
-
-
-@kernel
-def all_to_all_even(plan, length, source, target):
-    """exchange of equal pieces of ``length`` bytes that lie one after the other on both sides."""
-    context = load(plan + PLAN_CONTEXT)
-    if load(context + RESUME) == 0:
-        for peer in range(load(context + SIZE)):
-            store(load(context + SOURCES) + peer * 8, source + peer * length)
-            store(load(context + TARGETS) + peer * 8, target + peer * length)
-            store(load(context + SOURCE_BYTES) + peer * 8, length)
-            store(load(context + TARGET_BYTES) + peer * 8, length)
-    return exchange(plan, length)

@@ -19,6 +19,7 @@ from torchestra.errors import InvalidArgumentError
 
 _SMALLEST_CHUNK = 64
 _USUAL_CACHE_BYTES = 32 << 20
+_SINGLE_COPY = 192 << 10
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Choices:
             64 to a buffer.
         eager: broadcast, reduce, gather and scatter with pieces of up to this many bytes have nobody wait for
             those whom it has nothing from (eager.py). At most EAGER_SLOT_BYTES; -1 for none of them.
+        single_copy: operations that only move bytes have ranks read pieces of more than so many bytes where
+            they lie, if all ranks can and it is faster (single_copy.py). At least a cache line.
         stream_above: an operation for which a rank reads and writes more than this of its own tensors writes
             its results past the caches.
     """
@@ -40,6 +43,7 @@ class Choices:
     chunk: int
     share: int
     eager: int = EAGER_SLOT_BYTES
+    single_copy: int = _SINGLE_COPY
     stream_above: int = 12 << 20
 
     @classmethod
@@ -65,6 +69,7 @@ class Choices:
             "chunk": (_SMALLEST_CHUNK, buffer_bytes),
             "share": (_SMALLEST_CHUNK, buffer_bytes),
             "eager": (-1, EAGER_SLOT_BYTES),
+            "single_copy": (_SMALLEST_CHUNK, (1 << 63) - 1),
             "stream_above": (0, (1 << 63) - 1),
         }
         for name, (least, most) in limits.items():
@@ -78,7 +83,8 @@ class Choices:
     @property
     def digest(self) -> int:
         """Return a number of 22 bits for what all ranks must have in common."""
-        return zlib.crc32(f"{self.direct} {self.chunk} {self.share} {self.eager}".encode()) & 0x3F_FFFF
+        agreed = f"{self.direct} {self.chunk} {self.share} {self.eager} {self.single_copy}"
+        return zlib.crc32(agreed.encode()) & 0x3F_FFFF
 
     def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""

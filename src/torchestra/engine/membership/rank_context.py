@@ -40,6 +40,7 @@ from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.placement import REBALANCE_EVERY
 from torchestra.engine.kernels.selection import SpinPolicy, cores_in_affinity
 from torchestra.engine.membership.arena_registers import ArenaRegisters
+from torchestra.engine.membership.lending import publish_token, raise_unreadable
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap, find_heaps
 from torchestra.engine.recorder import recorder
@@ -171,6 +172,8 @@ class RankContext:
             site: the line of the program that called, where it is not on this thread's stack.
         """
         deadline = Deadline(timeout_s)
+        meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
+        doing = operations.describe(meta, count)
         spins, yields, interval_s = self.load_word(at.SPINS), self.load_word(at.YIELDS), self.poll_interval_s
         suspect: int | None = None
         try:
@@ -179,9 +182,7 @@ class RankContext:
                     # After so long a wait a slower wake-up does not matter, and the wait should cost nothing.
                     self.store_word(at.SPINS, 0)
                     self.store_word(at.YIELDS, 0)
-                meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
-                doing, blocked = operations.describe(meta, count), self.load_word(at.BLOCKED)
-                suspect = self.check(doing, blocked, deadline, suspect, site=site)
+                suspect = self.check(doing, self.load_word(at.BLOCKED), deadline, suspect, site=site)
                 self.poll_interval_s = interval_s if suspect is None else _AT_ONCE_SECONDS
                 code = kernel(*arguments)
         finally:
@@ -190,12 +191,15 @@ class RankContext:
             self.store_word(at.YIELDS, yields)
         if code == at.ABORTED:
             raise self.aborted()
+        if code == at.UNREADABLE:
+            look = partial(self.check, doing, self.load_word(at.BLOCKED), deadline, site=site)
+            where = f"{doing} of group {self.name!r} on rank {self.group_rank}"
+            raise_unreadable(look, where, self.describe(self.load_word(at.BLOCKED)))
         if code == at.LATE_MISMATCH:
             self.abort(late_mismatch(self.arena, self.load_word, self.describe, site), mismatch=True)
             raise self.aborted()
         if code == at.MISMATCH:
             self.store_word(at.RESUME, 0)
-            meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
             self._raise_mismatch(meta, count, site, timeout_s)
 
     def note_failure(self) -> None:
@@ -425,6 +429,7 @@ class RankContext:
         self.arena.store_word(self._control + at.PROCESS, pid)
         self.arena.store_word(self._control + at.STARTED, process_start(pid))
         self.arena.store_word(self._control + at.PID_NAMESPACE, pid_namespace())
+        publish_token(self.arena, self.rank, self._words)
         for rank, group_rank in enumerate(self.group_ranks):
             self.arena.store_word(self.arena.control(rank) + at.GROUP_RANK, group_rank)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)

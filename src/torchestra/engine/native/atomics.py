@@ -34,6 +34,7 @@ __all__ = [
     "load_acquire",
     "load_ordered",
     "memcpy",
+    "process_vm_readv",
     "release_fence",
     "sched_yield",
     "short_kernel",
@@ -134,3 +135,4 @@ memcpy = External("memcpy", "i64", "i64", "i64", "i64")
 clock_gettime = External("clock_gettime", "i32", "i32", "i64")
 sched_yield = External("sched_yield", "i32")
 syscall = External("syscall", *["i64"] * 8)
+process_vm_readv = External("process_vm_readv", *["i64"] * 7)
