@@ -79,7 +79,9 @@ class Transfers:
         self._tokens = itertools.count(-1, -1)
         self._own = Record(self._words[w.OWN_RECORD // 8 : (w.OWN_RECORD + w.RECORD_BYTES) // 8])
         self._free: list[Record] = []
-        self._pending: dict[int, Transfer] = {}  # by the address of the record
+        # By the address of the record. Whoever goes through them takes a copy: that is one step, as a tuple of
+        # the values is not.
+        self._pending: dict[int, Transfer] = {}
         self._finished: deque[Transfer] = deque()  # whose done() is still to be called
         self._interrupted = False
         self._lock = threading.RLock()
@@ -357,19 +359,19 @@ class Transfers:
             self._broken[sending, peer] = reason
             self._words[w.QUEUEING // 8] = 1
         waiter.abort(reason)
-        for transfer in tuple(self._pending.values()):
+        for transfer in self._pending.copy().values():
             if (transfer.sending, transfer.peer) == (sending, peer) and transfer.record is not record:
                 self._drop(transfer, self._errors.unusable(transfer, reason))
 
     def _drop_receives(self) -> None:
-        for transfer in tuple(self._pending.values()):
+        for transfer in self._pending.copy().values():
             record = transfer.record
             if record is not None and not transfer.sending and record.load_word(w.STAGE) == w.QUEUED:
                 self._drop(transfer, self._errors.no_memory(transfer))
 
     def _drop_all(self) -> None:
         """Fail everything, because the mailbox is closed."""
-        for transfer in tuple(self._pending.values()):
+        for transfer in self._pending.copy().values():
             transfer.withdrawn = self._errors.destroyed(transfer)
             if transfer.record is not None:
                 _cancel(self._state, transfer.record.address)
@@ -379,7 +381,7 @@ class Transfers:
     def _repair(self) -> None:
         """Bring to an end what an exception has interrupted."""
         self._collect()
-        for transfer in tuple(self._pending.values()):
+        for transfer in self._pending.copy().values():
             record = transfer.record
             if transfer.finished:
                 self._retire(transfer)
@@ -432,7 +434,7 @@ class Transfers:
     def _check_transfers(self) -> float:
         """Let the waiters of transfers that nobody waits for check; when to do so next."""
         began = time.monotonic()
-        for transfer in tuple(self._pending.values()):
+        for transfer in self._pending.copy().values():
             if not (transfer.watched or transfer.finished):
                 try:
                     transfer.check()
