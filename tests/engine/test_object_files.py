@@ -185,7 +185,7 @@ def test_the_best_object_of_the_wheel_that_the_processor_runs_is_taken(
     assert not is_compiled(), "one for the very processor is preferred"
     with monkeypatch.context() as other:
         header = object.__basicsize__
-        other.setattr(object_files, "_USUAL_HEADER", 0 if object_files._USUAL_HEADER == header else header)
+        other.setattr(object_files, "_USUAL_HEADER", 0 if header == object_files._USUAL_HEADER else header)
         assert object_files.prebuilt_level() is None, "it reads objects whose headers have another length"
     monkeypatch.setattr(object_files, "sources_digest", lambda: "other")
     assert object_files.prebuilt_level() is None

@@ -79,8 +79,8 @@ class Transfers:
         self._tokens = itertools.count(-1, -1)
         self._own = Record(self._words[w.OWN_RECORD // 8 : (w.OWN_RECORD + w.RECORD_BYTES) // 8])
         self._free: list[Record] = []
-        # By the address of the record. Whoever goes through them takes a copy: that is one step, as a tuple of
-        # the values is not.
+        # By the address of the record. Who goes through them takes a copy, which is one step; a tuple of the
+        # values is not.
         self._pending: dict[int, Transfer] = {}
         self._finished: deque[Transfer] = deque()  # whose done() is still to be called
         self._interrupted = False
