@@ -104,7 +104,7 @@ def share(plan, count, source):
         store(context + EXTRA_STEP, 0)
     extra = load(context + EXTRA_STEP)
     may_lend = extra == 0 and lends(context, longest)
-    if iteration == 0 and may_lend and pays_to_share(context, _shortest_piece(context), stream):
+    if iteration == 0 and may_lend and pays_to_share(context, _shortest_piece(plan), stream):
         lend_tensor(context, meta, count, source, own)
         iteration = 1
     while iteration < parts + 1:
@@ -149,8 +149,11 @@ def _longest_piece(context):
 
 
 @kernel
-def _shortest_piece(context):
-    """Return the bytes of the shortest piece that a rank offers."""
+def _shortest_piece(plan):
+    """Return the bytes of the shortest piece that a rank offers to all: 0 where there is a root."""
+    context = load(plan + PLAN_CONTEXT)
+    if load(plan + PLAN_ROOT) >= 0:
+        return 0
     shortest = load(load(context + TARGET_BYTES))
     for peer in range(load(context + SIZE)):
         shortest = min(shortest, load(load(context + TARGET_BYTES) + peer * 8))

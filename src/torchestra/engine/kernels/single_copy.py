@@ -74,10 +74,10 @@ def pays_to_share(context, least, stream):
     """Return whether it is worth it to lend tensors that several ranks may read.
 
     With many readers one copy in a buffer serves them all, and costs less than that each has the system pin
-    the same pages. In a broadcast both sides copy at once.
+    the same pages. In a broadcast or gather both sides copy at once.
 
     Args:
-        least: the bytes of the shortest piece that a rank offers.
+        least: the bytes of the shortest piece that a rank offers to all.
         stream: whether results would be written past the caches.
     """
     return load(context + READER) == BY_ADDRESS or (load(context + SIZE) == 2 and least > 0 and not stream)
