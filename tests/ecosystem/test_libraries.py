@@ -184,6 +184,7 @@ def test_vllm(seconds: dict[str, tuple[float, float]], nothing_left: Callable[[]
 
 
 def slow_rank() -> torchestra.FlightRecord:
+    torchestra.init_process_group()
     torchestra.barrier()
     for _ in range(20):
         if torchestra.get_rank() == 1:

@@ -38,7 +38,9 @@ from torchestra.engine.hosts import Hosts
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.joining import join
 from torchestra.engine.multihost import gloo_store, host_discovery, joining
-from torchestra.engine.multihost.failure_detector import ControlMessage, FailureDetector
+from torchestra.engine.multihost.abort_notices import AbortNotices
+from torchestra.engine.multihost.control_message import ControlMessage
+from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack
 from torchestra.engine.multihost.peer_values import ranks_in_words, read_proposal
 from torchestra.engine.multihost.remote_records import answer, merge_records, understand
@@ -207,6 +209,7 @@ _CONTROLS = (
     b"[[1], [], [0]]",
     b'[[1], [], [0], "is at train.py:3"]',
     b'["why", [1], "report"]',
+    b'["why", [1], "report", [1]]',
     b"null",
     b"[3, 7]",
     b"4",
@@ -218,13 +221,14 @@ def _control(what: ControlMessage) -> Any:
         detector = SimpleNamespace(
             hosts=_HOSTS, host=0, bound=1.0, _here=frozenset({0, 2}), left=set(), dead=set()
         )
-        detector.silent, detector._confirmed, detector._lock = set(), set(), contextlib.nullcontext()
+        detector.silent, detector._lock = set(), contextlib.nullcontext()
+        detector.notices = AbortNotices(len(_HOSTS), 0, lambda _: 1, lambda *_: None, lambda *_: None)
         detector._changed = _Condition()
         detector._timers = SimpleNamespace(heard_lately=lambda bound: set())
         detector._update = lambda value: FailureDetector._update(detector, value)  # type: ignore[arg-type]
         detector._updates = lambda: [[], [], []]
         detector._site, detector._last_seen = str, {}
-        detector._say = detector._abort_aside = lambda *_: None
+        detector._say = detector._say_confirm = detector._abort_aside = lambda *_: None
         detector._do = lambda task: task()
         detector._send_host_report = detector._recount = lambda _, question, *__: question.to_bytes(
             8, "little"

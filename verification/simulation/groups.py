@@ -36,6 +36,7 @@ from verification.simulation.world import PORT, JobWorld, Plan, draw_quality
 BOUND_S = 2.0
 _FAULTS_S, _REST_S, _LIMIT_S = 5.0, 9.0, 400.0
 _TIMEOUT_S = 25.0
+_BITS = 50  # of a sum: ranks that share one add up, so that there may be many
 _SHAPES = (
     (0, 0, 1, 1, 2, 2, 3, 3),
     (0, 0, 0, 0, 1, 1, 1, 1),
@@ -128,10 +129,10 @@ class GroupsWorld(JobWorld):
     def _step(self, group: ProcessGroup, lineage: Lineage) -> bool:
         """Sum something; return whether all are to end."""
         members = lineage[-1]
-        mine = 1 << members[group.rank()]
+        mine = 1 << members[group.rank()] % _BITS
         numbers = torch.tensor([mine, int(self.run.now > self.until), len(lineage)])
         dist.all_reduce(numbers)
-        expected = sum(1 << member for member in members)
+        expected = sum(1 << member % _BITS for member in members)
         if numbers[0] != expected or numbers[2] != len(lineage) * len(members):
             self.run.fail(f"all_reduce among {members} gave {numbers.tolist()}, not {expected}")
         self.time.sleep(self.choices.choice((0.02, 0.1, 0.5)))
