@@ -18,7 +18,7 @@ from torchestra.engine.layout import EAGER_SLOT_BYTES
 from torchestra.errors import InvalidArgumentError
 
 _SMALLEST_CHUNK = 64
-_USUAL_CACHE_BYTES = 32 << 20
+_USUAL_CACHE_BYTES, _MOST_CACHE_BYTES = 32 << 20, 128 << 20
 _SINGLE_COPY = 192 << 10
 
 
@@ -55,7 +55,7 @@ class Choices:
             chunk=min(512 << 10, buffer_bytes),
             share=min(share, buffer_bytes),
             # A virtual machine is told the cache of the whole processor, of which it has a share.
-            stream_above=3 * min(last_level_cache_bytes(), _USUAL_CACHE_BYTES) // 4 // size,
+            stream_above=3 * min(last_level_cache_bytes(), _MOST_CACHE_BYTES) // 4 // size,
         )
 
     def check(self, buffer_bytes: int) -> None:
