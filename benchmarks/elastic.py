@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from torchestra import elastic
 from torchestra.nn.parallel import DistributedDataParallel
 
 SHARDS, SAMPLES = 4, 16
+_MEETING_SECONDS = 60.0
 _AGREEING: tuple[tuple[Literal["threads", "processes"], int], ...] = (("threads", 64), ("processes", 16))
 
 
@@ -189,7 +191,32 @@ def be_host(megabytes: int) -> None:
         name = f"{megabytes} MiB to a new rank"
         found = {name: min(took), f"{name}: work of the sender's core": min(core)}
         print("\n".join(lines(found)), flush=True)
+    plain_s = by_plain_connection(megabytes)
+    if dist.get_rank() == 0:
+        print("\n".join(lines({f"{megabytes} MiB by one plain TCP connection": plain_s})), flush=True)
     dist.destroy_process_group()
+
+
+def by_plain_connection(megabytes: int) -> float:
+    """Send as many bytes from rank 0 to rank 1 by TCP alone; return, on both, how long rank 1 receives."""
+    payload, port, took = bytearray(1 << 20), [0], [0.0]
+    if dist.get_rank() == 0:
+        with socket.create_server(("", 0)) as server:
+            server.settimeout(_MEETING_SECONDS)
+            port = [server.getsockname()[1]]
+            dist.broadcast_object_list(port, 0)
+            with server.accept()[0] as connection:
+                for _ in range(megabytes):
+                    connection.sendall(payload)
+    else:
+        dist.broadcast_object_list(port, 0)
+        with socket.create_connection((os.environ["MASTER_ADDR"], port[0]), _MEETING_SECONDS) as connection:
+            began, left = time.perf_counter(), megabytes << 20
+            while left and (received := connection.recv_into(payload)):
+                left -= received
+            took = [time.perf_counter() - began]
+    dist.broadcast_object_list(took, 1)
+    return took[0]
 
 
 def lines(found: dict[str, float]) -> Iterator[str]:
