@@ -15,7 +15,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.errors import InvalidArgumentError
 from torchestra.performance.recording import Recorder, Recording
-from torchestra.performance.schedule import AwaitFlag, Copy, Event, Fetch, Reduce, Send, SetFlag, Written
+from torchestra.performance.schedule import AwaitFlag, Copy, Event, Fetch, Reduce, Send, SetFlag, WriteMiss
 from torchestra.performance.workload import Operation
 from worlds import run
 
@@ -87,7 +87,7 @@ def test_on_one_host_the_flags_are_those_that_ranks_set(ranks: int) -> None:
             assert (recording.flags[0] >> at.STEP_BITS, last & ((1 << at.STEP_BITS) - 1)) == expected, name
 
 
-_MOVES = (Copy, Written, Fetch, Reduce)
+_MOVES = (Copy, WriteMiss, Fetch, Reduce)
 
 
 def moved(events: list[Event], *kinds: type) -> int:
@@ -116,7 +116,7 @@ def test_memory_that_is_touched_first_comes_from_where_all_of_it_fits() -> None:
     nbytes = 1 << 20
     (events,) = Recorder(1, 1).record(Operation("all_gather_into_tensor", nbytes)).events.values()
     far = {kind: sum(e.nbytes for e in events if type(e) is kind and e.working_set_bytes) for kind in _MOVES}
-    assert far == {Copy: nbytes, Written: 2 * nbytes, Fetch: 0, Reduce: 0}
+    assert far == {Copy: nbytes, WriteMiss: 2 * nbytes, Fetch: 0, Reduce: 0}
     (footprint,) = {e.working_set_bytes for e in events if isinstance(e, _MOVES) and e.working_set_bytes}
     assert 3 * nbytes <= footprint <= 3 * nbytes + (64 << 10)  # two tensors and two buffers of half as much
 

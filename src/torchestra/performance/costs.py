@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchestra.performance.machine import Machine
-from torchestra.performance.schedule import Compute, Copy, Event, Fetch, Overhead, Reduce, Written
+from torchestra.performance.schedule import Compute, Copy, Event, Fetch, Overhead, Reduce, WriteMiss
 
 __all__ = ["Costs"]
 
@@ -33,7 +33,7 @@ class Costs:
             if rate is None:
                 rate = self._rates[key] = self._tables[type(event)](event.working_set_bytes, self._at_once)
             return event.nbytes / rate
-        if isinstance(event, Written):
+        if isinstance(event, WriteMiss):
             near_s, far_s = (
                 self.seconds_of(Fetch(event.nbytes, size), rank) for size in (0, event.working_set_bytes)
             )

@@ -17,7 +17,7 @@ from torchestra.performance.schedule import (
     Overhead,
     Reduce,
     SetFlag,
-    Written,
+    WriteMiss,
 )
 from torchestra.performance.turns import wait_for
 
@@ -25,8 +25,8 @@ __all__ = ["RankLog", "ThreadObserver", "current_log", "set_current_log"]
 
 _mine = threading.local()
 _PAGE = 4096  # as fine as it is noted which memory was touched
-_Kind = type[Copy] | type[Fetch] | type[Written] | type[Reduce]
-_Kinds = Copy | Fetch | Written | Reduce
+_Kind = type[Copy] | type[Fetch] | type[WriteMiss] | type[Reduce]
+_Kinds = Copy | Fetch | WriteMiss | Reduce
 
 
 class RankLog:
@@ -81,7 +81,7 @@ class RankLog:
             self._note(Fetch, nbytes, self._touch(target, nbytes))
         else:
             self._note(Copy, nbytes, self._touch(source, nbytes))
-            self._note(Written, written := self._touch_any(target, nbytes), written)
+            self._note(WriteMiss, written := self._touch_any(target, nbytes), written)
 
     def copy_elsewhere(self, nbytes: int) -> None:
         """Note a copy of memory that the operation has just written, wherever it is."""
@@ -99,7 +99,7 @@ class RankLog:
         moved = 2 * (len(sources) + 1) * nbytes // 3
         self._note(Reduce, moved, min(moved, new))
         if written := self._touch(target, nbytes):
-            self._note(Written, written, written)
+            self._note(WriteMiss, written, written)
 
     def _note(self, kind: _Kind, nbytes: int, new: int) -> None:
         """Add up; of the bytes, so many belong to memory that was not touched before."""

@@ -29,7 +29,7 @@ __all__ = [
     "Send",
     "SetFlag",
     "Signal",
-    "Written",
+    "WriteMiss",
     "shifted",
 ]
 
@@ -63,8 +63,8 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Write ``nbytes`` of a copy to memory that is not in the near caches.
+class WriteMiss:
+    """Write ``nbytes`` of a copy to memory that is not in the near caches (a write miss).
 
     It is what the copy takes longer for that; the copy itself is an event besides.
     """
@@ -140,7 +140,7 @@ class Receive:
 Event = (
     Copy
     | Fetch
-    | Written
+    | WriteMiss
     | Reduce
     | Compute
     | Overhead

@@ -34,7 +34,7 @@ from torchestra.performance.schedule import (
     Send,
     SetFlag,
     Signal,
-    Written,
+    WriteMiss,
 )
 
 __all__ = ["LaneTimes", "Run", "run"]
@@ -237,7 +237,7 @@ class _LaneRun:
         return True
 
 
-_WORK = frozenset({Copy, Fetch, Written, Reduce, Compute, Overhead})
+_WORK = frozenset({Copy, Fetch, WriteMiss, Reduce, Compute, Overhead})
 
 
 def run(schedule: Schedule, machine: Machine) -> Run:
