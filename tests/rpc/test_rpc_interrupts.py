@@ -28,6 +28,7 @@ from torchestra.rpc import (
     thread_state,
 )
 from torchestra.rpc.current import current_agent
+from torchestra.rpc.leader_followers import LeaderFollowersPool
 from torchestra.transport import pair, transport
 
 PRODUCT = (
@@ -121,3 +122,14 @@ def break_a_thread() -> None:
 
 def test_an_error_in_a_thread_of_the_pool_ends_no_thread() -> None:
     rpc_workers.first("threads", 2, break_a_thread)
+
+
+def test_an_interrupt_at_any_point_at_which_a_thread_is_added_leaves_none_that_was_not_started() -> None:
+    for place in itertools.count():
+        pool = LeaderFollowersPool("interrupted", None, lambda _: (0, None), lambda: None, 1, 2)
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, FILES) as where:
+            pool.start()
+        pool.close()  # which joins them
+        if not where:
+            assert place > 3
+            return

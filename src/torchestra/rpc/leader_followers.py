@@ -316,8 +316,8 @@ class LeaderFollowersPool:
     def _add(self) -> None:
         run = self._context.copy().run
         thread = threading.Thread(target=run, args=(self._run,), daemon=True, name=f"rpc-{self._name}")
-        self._threads.add(thread)
         try:
+            self._threads.add(thread)
             start_thread(thread)
         except BaseException:  # after an interrupt it may run all the same
             self._threads.discard(thread)
