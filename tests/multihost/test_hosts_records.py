@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulated import on_threads
+from rich.text import Text
+from simulated import SECONDS, host_processes, on_threads
 
 import torchestra as dist
+from torchestra.engine.diagnosis.process_counts import read_process
+from torchestra.engine.failure.program_samples import ProgramSample
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.multihost import failure_detector, remote_records
 from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.recorder.flight_entries import HostRecord
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.trace import merged, trace_of
-from worlds import store_barrier
+from torchestra.monitor.jobs import choose_job
+from torchestra.monitor.live.rank_page import rank_page
+from torchestra.monitor.live.samples import Change, GroupSample, JobSampler
+from torchestra.monitor.rates import rates
+from torchestra.store.unreadable import unpacked
+from worlds import await_note, leave_note, results, store_barrier
 
 
 def called() -> FlightRecord:
@@ -122,6 +132,58 @@ def test_traces_that_the_hosts_of_a_job_leave_fit_together(
     pairs = [pair for pair in zip(same, moved, strict=True) if "ts" in pair[0]]
     later = {(before["pid"], round(after["ts"] - before["ts"])) for before, after in pairs}
     assert later == {(1, 0), (2, 5_000_000)}
+
+
+def test_a_second_part_of_an_answer_tells_of_programs_and_is_nothing_to_those_who_know_the_first() -> None:
+    record = replace(on_threads((1, 1), one_part)[0], hosts=())
+    programs = (ProgramSample("at a.py:1 in f, 0.1 s ago", read_process(os.getpid())), ProgramSample())
+    first, both = (remote_records.answer(record, 1.0, told) for told in ((), programs))
+    assert remote_records.understand(first, 0.0, 2.0).programs == ()
+    assert remote_records.understand(both, 0.0, 2.0).programs == programs
+    packed = [each.partition(b"\n")[2] for each in (first, both)]
+    assert unpacked(packed[0], 1 << 20) == unpacked(packed[1], 1 << 20)
+    with pytest.raises(ValueError, match="1 programs of 2 ranks"):
+        remote_records.understand(remote_records.answer(record, 1.0, programs[1:]), 0.0, 2.0)
+
+
+def stay() -> None:
+    leave_note(f"there {dist.get_rank()}")
+    await_note("end")
+
+
+def test_top_has_the_processes_and_lines_of_ranks_on_another_host() -> None:
+    with host_processes((1, 2), stay) as world:
+        for rank in range(3):
+            world.await_file(f"there {rank}")
+        sampler = JobSampler(choose_job(world.pids[0]))
+        here: list[GroupSample] = []
+        told: list[GroupSample] = []
+
+        def has_told() -> bool:
+            sample = sampler.sample()
+            assert sample is not None
+            here[:], told[:] = sample.groups[:1], sample.groups[1:]
+            # At first they may be of a moment before the ranks waited for the note.
+            lines = [line for group in sample.groups for line in group.lines]
+            return len(lines) == 3 and all("in await_note" in line for line in lines)
+
+        deadline = time.monotonic() + SECONDS
+        while not has_told():
+            assert time.monotonic() < deadline, [group.lines for group in (*here, *told)]
+            time.sleep(0.02)
+        now = [read_process(pid) for pid in world.pids[1:]]
+        Path(world.path("end")).touch()
+        results(world.finish())
+    assert [rank.pid for rank in told[0].record.ranks] == world.pids[1:]
+    assert (here[0].host, told[0].host) == ("h0", "h1")
+    for process, later in zip(told[0].processes, now, strict=True):
+        assert process is not None
+        assert 0 < process.cpu_s <= later.cpu_s
+        assert process.all_threads > 1
+    page = rank_page(Change(None, told[0], tuple(rates(told[0].record, told[0].record))), 1)
+    words = [part.plain for part in page if isinstance(part, Text)]
+    assert any(re.match(r"its program was at .*worlds.py:\d+ in await_note, ", line) for line in words)
+    assert any(re.match(r"its process: \d+ of \d+ threads run", line) for line in words)
 
 
 CALLS = (("all_reduce", 3, "done"), ("barrier", 0, "running"))

@@ -23,12 +23,12 @@ from rich.console import Console
 from test_rates import ENTRY, RECEIVE, group, rank
 
 from torchestra.cli import main
+from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import HostRecord, RankRecord, Tally
 from torchestra.monitor.live.keyboard import Keyboard
 from torchestra.monitor.live.recording import Recording, RecordingWriter
 from torchestra.monitor.live.samples import GroupSample, JobSample
 from torchestra.monitor.live.screen import Screen
-from torchestra.monitor.process_samples import ProcessCounts
 
 COUNTS = ProcessCounts(10.0, 1.0, 100, 2, 0, 0, 3_000_000_000, None, 2, 9)
 
@@ -141,7 +141,7 @@ def test_ranks_of_other_hosts_are_shown_and_hosts_that_do_not_answer_named() -> 
     press(screen, "j", "j", "j", "enter")
     page = text_of(screen, whole)
     assert "rank 3 (pid 1) on host b of group 'g'" in page
-    assert "its process: is looked at on its own host only" in page
+    assert "its process: cannot be read, or has several ranks" in page
 
 
 def recorded(path: Path, count: int = 3) -> Path:

@@ -33,7 +33,9 @@ from torchestra.engine.diagnosis.facts import (
     from_json,
     to_json,
 )
+from torchestra.engine.diagnosis.process_counts import read_process
 from torchestra.engine.failure.hang_report import HostReport, hang_report, name_missing
+from torchestra.engine.failure.program_samples import ProgramSample
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.joining import join
@@ -310,7 +312,10 @@ def _record() -> FlightRecord:
 
 
 def _records() -> Iterator[Target]:
-    yield Target("records: another host's", (answer(_record(), 3.0),), _read_answer, UNREADABLE)
+    whole = answer(
+        _record(), 3.0, (ProgramSample("at train.py:3, 0.1 s ago", read_process(os.getpid())),) * 3
+    )
+    yield Target("records: another host's", (answer(_record(), 3.0), whole), _read_answer, UNREADABLE)
     yield Target("records: another host's, unpacked", (_unpacked_answer(),), _read_packed_answer, UNREADABLE)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"

@@ -275,7 +275,9 @@ def as_json(before: JobSample, after: JobSample) -> dict[str, Any]:
 
 def _group_as_json(change: Change) -> dict[str, Any]:
     record, ranks = change.after.record, []
-    for rank, rate, alive in zip(record.ranks, change.rates, change.after.alive, strict=True):
+    group = change.after
+    told_of = zip(record.ranks, change.rates, group.alive, group.lines, group.processes, strict=True)
+    for rank, rate, alive, line, process in told_of:
         entry = current_entry(rank)
         ranks.append(
             {
@@ -284,6 +286,8 @@ def _group_as_json(change: Change) -> dict[str, Any]:
                 "alive": alive,
                 "presence": rank.presence,
                 "operation": None if entry is None else asdict(entry),
+                "line": line,
+                "process": None if process is None else asdict(process),
                 **asdict(rate),
             }
         )

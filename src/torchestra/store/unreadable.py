@@ -46,8 +46,13 @@ def unpacked(packed: bytes, most: int) -> bytes:
     Raises:
         ValueError, zlib.error: it is something else, or more.
     """
+    return unpacked_first(packed, most)[0]
+
+
+def unpacked_first(packed: bytes, most: int) -> tuple[bytes, bytes]:
+    """Return the same as :func:`unpacked`, and the bytes after what was decompressed; errors as there."""
     decompress = zlib.decompressobj()
     text = decompress.decompress(packed, most)
     if not decompress.eof:
         raise ValueError(f"it is cut off, or has more than {most} bytes")
-    return text
+    return text, decompress.unused_data

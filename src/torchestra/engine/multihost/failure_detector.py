@@ -34,7 +34,9 @@ from functools import partial
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import RankFacts, read_facts
+from torchestra.engine.diagnosis.last_seen import write_last_seen
 from torchestra.engine.failure.hang_report import HostReport, hang_report
+from torchestra.engine.failure.program_samples import sample_programs
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.abort_notices import AbortNotices
@@ -441,7 +443,14 @@ class FailureDetector:
         self._answer(rank, question, json.dumps(told).encode())
 
     def _recount(self, rank: int, question: int, last: int, received_at: float) -> None:
-        self._answer(rank, question, answer(read_flight_record(self._context.arena, last), received_at))
+        self._note_line()
+        arena = self._context.arena
+        told = answer(read_flight_record(arena, last), received_at, sample_programs(arena))
+        self._answer(rank, question, told)
+
+    def _note_line(self) -> None:
+        """Write where this rank's program is: one that is alone on its host does not do that every second."""
+        write_last_seen(self._context.arena, self._context.rank, self._context.program)
 
     def _missing_in(self, operation: int) -> Sequence[int]:
         """Return the ranks of this host that have not begun an operation of the group.

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from torchestra.engine import layout as at
+from torchestra.engine.failure.program_samples import ProgramSample
 from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.heartbeat_tree import pinged_by, rows_of
 from torchestra.engine.multihost.record_publisher import RecordPublisher, RemoteHost
@@ -46,16 +47,20 @@ class HeartbeatMonitor(FailureDetector):
 
     def _remote_hosts(self) -> tuple[RemoteHost, ...]:
         """Return what the ranks of the other hosts do; takes some seconds if one does not answer."""
+        self._note_line()
         answers = self.ask_what_they_did(_ENTRIES)
         own = read_flight_record(self._context.arena, 0)
         found = []
         for host in self._others:
             ranks, name = self.hosts.on(host), self.hosts.names[host]
+            programs: tuple[ProgramSample, ...] = ()
             if (answer := answers.get(host)) is not None:
                 record = on_this_clock(answer, name, ranks)
+                told = zip(answer.record.ranks, answer.programs, strict=False)  # of no rank, perhaps
+                programs = tuple(program for rank, program in told if rank.rank in ranks)
             else:
                 record = replace(own, ranks=(), hosts=(HostRecord(name, tuple(ranks), answered=False),))
-            found.append(RemoteHost(record, tuple(sorted(self.dead.intersection(ranks)))))
+            found.append(RemoteHost(record, tuple(sorted(self.dead.intersection(ranks))), programs))
         return tuple(found)
 
     def _run(self) -> None:

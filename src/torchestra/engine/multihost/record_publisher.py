@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import to_json
+from torchestra.engine.failure.program_samples import ProgramSample
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.flight_record import FlightRecord
@@ -35,10 +36,12 @@ class RemoteHost:
     Attributes:
         record: of these ranks, by the clock of the host that asked; without ranks, if they did not answer.
         dead: those that have died, as far as is known.
+        programs: of each rank in the record; none at all if the host does not tell.
     """
 
     record: FlightRecord
     dead: tuple[int, ...] = ()
+    programs: tuple[ProgramSample, ...] = ()
 
 
 @dataclass(frozen=True)

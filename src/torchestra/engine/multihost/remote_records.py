@@ -4,6 +4,9 @@ Hosts have clocks of their own. The host that asks notes when it asked and when 
 that answers, when it received the question and when it answered. The latter two moments lie between the
 former two: so Cristian's algorithm (1989) tells how far apart two clocks are, and how precisely that is
 known.
+
+An answer has two parts, each compressed: the records, and after them what the host tells of the ranks'
+programs. Versions of torchestra that know the first part only ignore the second, and send none.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from torchestra.engine.diagnosis.facts import from_json, to_json
+from torchestra.engine.failure.program_samples import ProgramSample
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.recorder.flight_entries import (
     ExecutedCalls,
@@ -27,7 +32,7 @@ from torchestra.engine.recorder.flight_entries import (
     Tally,
 )
 from torchestra.engine.recorder.flight_record import FlightRecord
-from torchestra.store.unreadable import unpacked
+from torchestra.store.unreadable import unpacked, unpacked_first
 
 _MAX_BYTES = 1 << 28  # of a host's records: 256 MB
 _ENTRY = tuple(FlightEntry.__dataclass_fields__)
@@ -40,14 +45,23 @@ class Answer(NamedTuple):
         record: of its ranks, in times of its own clock.
         offset: seconds to add to these to have them by the clock of the host that asked.
         error: by how much that may be wrong.
+        programs: of each rank in the record; none at all if the host does not tell.
     """
 
     record: FlightRecord
     offset: float
     error: float
+    programs: tuple[ProgramSample, ...] = ()
 
 
-def answer(record: FlightRecord, heard_at: float) -> bytes:
+@dataclass(frozen=True)
+class _Programs:
+    """The second part of an answer."""
+
+    programs: tuple[ProgramSample, ...]
+
+
+def answer(record: FlightRecord, heard_at: float, programs: Sequence[ProgramSample] = ()) -> bytes:
     """Write a host's answer to a question that came at ``heard_at``, by its monotonic clock."""
     ranks = [
         {
@@ -61,6 +75,8 @@ def answer(record: FlightRecord, heard_at: float) -> bytes:
         for rank in record.ranks
     ]
     packed = zlib.compress(json.dumps({**vars(record), "ranks": ranks, "hosts": []}).encode(), 1)
+    if programs:
+        packed += zlib.compress(to_json(_Programs(tuple(programs))).encode(errors="replace"), 1)
     return f"{heard_at!r} {time.monotonic()!r}\n".encode() + packed
 
 
@@ -74,7 +90,8 @@ def understand(text: bytes, asked_at: float, received_at: float) -> Answer:
     heard_at, answered = map(float, times.split())
     if not (math.isfinite(heard_at) and math.isfinite(answered)):
         raise ValueError("invalid times")
-    words: dict[str, Any] = json.loads(unpacked(packed, _MAX_BYTES))
+    records, packed_programs = unpacked_first(packed, _MAX_BYTES)
+    words: dict[str, Any] = json.loads(records)
     ranks = tuple(
         _checked(
             RankRecord(
@@ -93,7 +110,18 @@ def understand(text: bytes, asked_at: float, received_at: float) -> Answer:
     )
     earliest, latest = asked_at - heard_at, received_at - answered
     offset, error = (earliest + latest) / 2, abs(latest - earliest) / 2
-    return Answer(_checked(FlightRecord(**{**words, "ranks": ranks, "hosts": ()})), offset, error)
+    record = _checked(FlightRecord(**{**words, "ranks": ranks, "hosts": ()}))
+    return Answer(record, offset, error, _programs(packed_programs, len(ranks)))
+
+
+def _programs(packed: bytes, count: int) -> tuple[ProgramSample, ...]:
+    """Return what a host tells of the programs of its ``count`` ranks; nothing if it tells nothing."""
+    if not packed:
+        return ()
+    told = from_json(_Programs, unpacked(packed, _MAX_BYTES)).programs
+    if len(told) != count:
+        raise ValueError(f"{len(told)} programs of {count} ranks")
+    return told
 
 
 def _entries(rows: Sequence[Sequence[Any]]) -> tuple[FlightEntry, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import FlightEntry, RankRecord, Tally
 from torchestra.monitor.live.samples import Change
 from torchestra.monitor.live.units import data, duration
-from torchestra.monitor.process_samples import ProcessCounts
 from torchestra.monitor.rates import RankRates
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def rank_page(change: Change, local_rank: int) -> Iterator[RenderableType]:
         yield Text(told)
     before = None if change.before is None else change.before.processes[local_rank]
     elapsed_s = 0.0 if change.before is None else record.taken - change.before.record.taken
-    yield Text(_process(before, group.processes[local_rank], elapsed_s, bool(group.host)))
+    yield Text(_process(before, group.processes[local_rank], elapsed_s))
     yield from _entries("last operations", rank.operations, record.taken)
     yield from _entries("last messages", rank.messages, record.taken)
     yield from _waits(rank, rate)
@@ -76,13 +76,9 @@ def _present(rank: RankRecord) -> str:
     return ", ".join(f"{name}: {number}" for name, number in words.items() if number)
 
 
-def _process(before: ProcessCounts | None, now: ProcessCounts | None, elapsed_s: float, remote: bool) -> str:
+def _process(before: ProcessCounts | None, now: ProcessCounts | None, elapsed_s: float) -> str:
     if now is None:
-        return (
-            "its process: is looked at on its own host only"
-            if remote
-            else "its process: cannot be read, or has several ranks"
-        )
+        return "its process: cannot be read, or has several ranks"
     told = (
         f"its process: {now.threads} of {now.all_threads} threads run, {data(now.resident_bytes)} of memory"
     )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchestra.engine.diagnosis.last_seen import read_last_seen
+from torchestra.engine.diagnosis.process_counts import ProcessCounts
+from torchestra.engine.failure.program_samples import ProgramSample, sample_programs
 from torchestra.engine.recorder.flight_entries import RankRecord
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
 from torchestra.monitor.jobs import Group, Job, find_jobs
 from torchestra.monitor.live.other_hosts import OtherHosts
-from torchestra.monitor.process_samples import ProcessCounts, read_process
 from torchestra.monitor.rates import RankRates, rates
 
 _ENTRIES = 16  # a rank's last entries: enough to find the message that it hangs in
@@ -28,9 +27,9 @@ class GroupSample:
         key: tells the group, and the host, apart from all others of the job.
         record: of these ranks. It has no ranks if the host does not answer.
         alive: of each, whether its process runs.
-        lines: of each, the line where its program was lately, or nothing. Known on this host only.
-        processes: of each, what the system has counted of its process. Known on this host only, and only of
-            ranks that are processes.
+        lines: of each, the line where its program was lately, or nothing.
+        processes: of each, what the system has counted of its process. Known only of ranks that are
+            processes.
     """
 
     key: str
@@ -84,7 +83,7 @@ class JobSampler:
             return None
         job = jobs[0]
         self._pids = job.pids
-        here = [_sample(group) for group in job.groups]
+        here = [_sample_here(group) for group in job.groups]
         there = [
             other
             for group, sample in zip(job.groups, here, strict=True)
@@ -105,28 +104,22 @@ class JobSampler:
         asked = self._other_hosts.setdefault(own.key, OtherHosts(group))
         for host in asked.look():
             name = host.record.hosts[0].name
-            count = len(host.record.ranks)
             alive = tuple(rank.rank not in host.dead for rank in host.record.ranks)
-            yield GroupSample(f"{own.key} {name}", host.record, alive, ("",) * count, (None,) * count)
+            programs = host.programs or (ProgramSample(),) * len(host.record.ranks)
+            yield _sample(f"{own.key} {name}", host.record, alive, programs)
 
 
-def _sample(group: Group) -> GroupSample:
-    record, local_ranks = read_flight_record(group.arena, _ENTRIES), range(group.arena.layout.size)
-    pids = [rank.pid for rank in record.ranks]
-    own = [pid if pid in group.pids and pids.count(pid) == 1 else None for pid in pids]
-    return GroupSample(
-        key=str(group.arena.made),
-        record=record,
-        alive=tuple(map(group.is_alive, local_ranks)),
-        lines=tuple(read_last_seen(group.arena, local_rank) for local_rank in local_ranks),
-        processes=tuple(None if pid is None else _process(pid) for pid in own),
-    )
+def _sample_here(group: Group) -> GroupSample:
+    record = read_flight_record(group.arena, _ENTRIES)
+    alive = tuple(map(group.is_alive, range(group.arena.layout.size)))
+    return _sample(str(group.arena.made), record, alive, sample_programs(group.arena))
 
 
-def _process(pid: int) -> ProcessCounts | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
-        return read_process(pid)
-    return None
+def _sample(
+    key: str, record: FlightRecord, alive: tuple[bool, ...], programs: tuple[ProgramSample, ...]
+) -> GroupSample:
+    lines = tuple(program.line for program in programs)
+    return GroupSample(key, record, alive, lines, tuple(program.process for program in programs))
 
 
 @dataclass(frozen=True)
