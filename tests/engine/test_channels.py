@@ -10,7 +10,7 @@ import pytest
 from mailboxes import LIMIT, RING, Port, Ranks, Waiter, await_all, equal, like, numbers, waited_for
 
 from torchestra.engine import p2p
-from torchestra.engine.p2p import layout
+from torchestra.engine.p2p import kernels, layout
 from torchestra.errors import DistBackendError, GroupDestroyedError
 from torchestra.system.deadline import Deadline
 
@@ -264,6 +264,31 @@ def test_close_ends_what_is_under_way(pair: Ranks) -> None:
         GroupDestroyedError, match=r"send of 4 bytes to rank 1 \(tag 0\), but the group was destroyed"
     ):
         pair[0].send(numbers(4), 1)
+
+
+def test_a_message_that_comes_as_its_receive_is_given_up_ends_that_receive_alone(pair: Ranks) -> None:
+    """The receive's record was used again before its end was noted: by that end a later receive was over."""
+    mailbox, holder, patience, data = pair.mailboxes[1], 1 << 40, Waiter(), numbers(5)
+    first, second, third = like(data), like(data), like(data)
+    given_up = Port(mailbox, patience).irecv(first, 0, tag=1)
+    while not kernels.try_acquire(mailbox.address, holder):  # nobody works until this is released
+        kernels.call_attention(mailbox.address)
+        time.sleep(0.001)
+    pair[0].send(data, 1, tag=1)
+    before = pair[1].irecv(second, 0, tag=2)  # to post it, the mailbox looks for messages
+    patience.timeout_s = 0
+    while given_up.withdrawn is None:
+        time.sleep(0.001)
+    after = pair[1].irecv(third, 0, tag=3)
+    kernels.release(mailbox.address, holder)
+    mailbox.check()
+    assert given_up.finished
+    assert not before.finished
+    assert not after.finished
+    pair[0].send(data, 1, tag=2)
+    pair[0].send(data, 1, tag=3)
+    await_all([before, after])
+    equal(third, data, "the message of the later receive")
 
 
 def test_the_area_is_small_enough_to_map() -> None:

@@ -236,7 +236,9 @@ class Mailbox(Transfers):
         """Bring a blocking call to its end that did not end at once; the rank that sent."""
         if code == w.OCCUPIED:
             self._submit(transfer)
-            return self._wait(transfer)
+            source = self._wait(transfer)
+            self._give_back(own)
+            return source
         while code != DONE:
             if code == MISMATCH:
                 raise self._errors.mismatch(transfer, own)

@@ -320,8 +320,9 @@ class Transfers:
             transfer = self._pending.get(address)
             if transfer is not None and transfer.record is not None:
                 self._finish(transfer, self._result(transfer, transfer.record))
-                self._retire(transfer)
             _forget(self._state, address)
+            if transfer is not None:
+                self._retire(transfer)  # not before: whoever takes the record has it to himself
 
     def _result(self, transfer: Transfer, record: Record) -> BaseException | None:
         """Return what a finished record has come to."""
@@ -343,6 +344,9 @@ class Transfers:
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         """Fail a transfer that is not finished."""
+        self._collect()  # a record that is in COMPLETED must not be used again, and its transfer is finished
+        if transfer.finished:
+            return
         record = transfer.record
         transfer.withdrawn = error
         if record is not None and _cancel(self._state, record.address) == w.RUNNING:
