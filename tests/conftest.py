@@ -1,4 +1,4 @@
-"""Fixtures of every test. The time limit per test, with a dump of all stacks, is in pyproject.toml."""
+"""Fixtures of every test. The time limit per test is in pyproject.toml, the one for all in run_limit.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import rpc_workers
+import run_limit
 from torchestra.engine import warm_up
 
 _TAG = "TORCHESTRA_TEST_TAG"
@@ -33,6 +34,12 @@ settings.load_profile("tests")
 # A shell has what it runs in the background ignore Ctrl-C, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the whole run be watched."""
+    if not config.pluginmanager.is_registered(run_limit):
+        config.pluginmanager.register(run_limit)
 
 
 @pytest.hookimpl(tryfirst=True)

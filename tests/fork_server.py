@@ -24,11 +24,14 @@ from typing import Any
 import torch
 
 import torchestra as dist
+from forking import die_with_parent
 from torchestra.engine import warm_up
 from torchestra.store import FileStore
 
 # How long a rank waits for the others unless a test says otherwise.
 OP_SECONDS = 100.0
+
+_LOOK_S = 1.0  # how often the server looks whether the test process has ended
 
 _server: tuple[int, int, Connection] | None = None
 
@@ -40,10 +43,11 @@ def start_server() -> Connection:
         torch.set_num_threads(1)
         warm_up()
         ours, theirs = Pipe()
+        tests = os.getpid()
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _serve(theirs)
+            _serve(theirs, tests)
         theirs.close()
         _server = (os.getpid(), pid, ours)
         atexit.register(_stop_server)
@@ -58,11 +62,18 @@ def _stop_server() -> None:
         _server = None
 
 
-def _serve(connection: Connection) -> None:
-    """Fork worlds, one after the other, until the other end is closed."""
+def _serve(connection: Connection, tests: int) -> None:
+    """Fork worlds, one after the other, until the other end is closed or the test process has ended.
+
+    Another child of the test process may hold the other end open: so it is looked for its end as well. The
+    ranks die with this process, whatever ends it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         while True:
+            while not connection.poll(_LOOK_S):
+                if os.getppid() != tests:
+                    os._exit(1)
             path, size, directory, timeout, init = pickle.loads(connection.recv_bytes())
             sys.path[:] = path
             request = connection.recv_bytes()
@@ -71,12 +82,13 @@ def _serve(connection: Connection) -> None:
             except BaseException:
                 connection.send(traceback.format_exc())
                 continue
-            _fork_world(connection, size, directory, timeout, init, fn, args)
+            _fork_world(connection, tests, size, directory, timeout, init, fn, args)
     os._exit(0)
 
 
 def _fork_world(
     connection: Connection,
+    tests: int,
     size: int,
     directory: str,
     timeout: float,
@@ -89,10 +101,12 @@ def _fork_world(
     # A collection in a rank would write into all that the rank shares with the server, and so copy it.
     gc.collect()
     gc.freeze()
+    server = os.getpid()
     for rank in range(size):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            die_with_parent(server)
             connection.close()
             for descriptor in (read, *pipes):
                 os.close(descriptor)
@@ -107,10 +121,11 @@ def _fork_world(
     for descriptor in pipes:
         poll.register(descriptor, select.POLLIN)
     while pipes:
-        for descriptor, _ in poll.poll():
+        ready = poll.poll(1000 * _LOOK_S)
+        if os.getppid() != tests:
+            os._exit(1)
+        for descriptor, _ in ready:
             if descriptor not in pipes:
-                for rank in pipes.values():
-                    os.kill(pids[rank], signal.SIGKILL)
                 os._exit(1)
             rank = pipes[descriptor]
             if piece := os.read(descriptor, 1 << 20):

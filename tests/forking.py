@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import traceback
 import warnings
@@ -20,7 +21,7 @@ class Child:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._end, other = _context.Pipe(duplex=False)
-        self._process = _context.Process(target=_run, args=(work, other))
+        self._process = _context.Process(target=_run, args=(work, other, os.getpid()))
         with warnings.catch_warnings():
             # Python warns of forks in processes with threads; the children use none of theirs.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -50,9 +51,19 @@ class Child:
         self._end.close()
 
 
-def _run(work: Callable[[], Any], end: Connection) -> None:
-    # Should the test session be killed, so is the child.
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this forked process when the thread ends that has forked it.
+
+    It has inherited its parent's pipes, xdist's among them: while it lives, pytest does not learn that the
+    parent has crashed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _run(work: Callable[[], Any], end: Connection, parent: int) -> None:
+    die_with_parent(parent)
     try:
         outcome = (True, work())
     except BaseException:
