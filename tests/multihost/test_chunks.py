@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
+from torchestra.engine.multihost.broadcast_gather import _as_few as as_few
 from torchestra.engine.multihost.chunking import ChunkPlan, Joined, chunk_ends
 
 
@@ -32,6 +35,20 @@ def test_what_is_in_one_tensor_is_not_copied() -> None:
     buffer.fill_(9)
     whole.put(3, buffer)
     assert tensors[1].tolist() == [9, 9, 9, 6]
+
+
+def test_tensors_that_adjoin_live_as_long_as_what_is_taken_of_them_together() -> None:
+    """Else a bridge that still sends from an output, when its program has dropped it, ends the process."""
+    owner = np.arange(8, dtype=np.uint8)
+    outputs = [torch.from_numpy(owner[:4]), torch.from_numpy(owner[4:])]
+    gone = weakref.ref(owner)
+    (whole,) = as_few(outputs)
+    part = Joined([whole]).get(2, 6)
+    del owner, outputs, whole
+    assert gone() is not None
+    assert part.tolist() == [2, 3, 4, 5]
+    del part
+    assert gone() is None
 
 
 def test_what_is_put_across_tensors_lands_in_each() -> None:

@@ -228,9 +228,11 @@ class _Count:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def memory(address_and_length: tuple[int, int]) -> torch.Tensor:
-    """Return the bytes at an address as a tensor, which does not keep the memory alive."""
+def memory(address_and_length: tuple[int, int], keep: object = None) -> torch.Tensor:
+    """Return the bytes at an address as a tensor, which keeps ``keep`` alive, and not the memory itself."""
     address, length = address_and_length
     if length == 0:
         return _NOTHING
-    return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
+    buffer = (ctypes.c_uint8 * length).from_address(address)
+    setattr(buffer, "keep", keep)  # noqa: B010
+    return torch.frombuffer(buffer, dtype=torch.uint8)

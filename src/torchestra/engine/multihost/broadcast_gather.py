@@ -104,14 +104,17 @@ def all_gather(
 
 
 def _as_few(memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Join tensors whose memory is adjacent."""
+    """Join tensors whose memory is adjacent. A bridge may still send from it when the operation has failed.
+
+    So what is returned keeps the tensors alive.
+    """
     joined: list[tuple[int, int]] = []
     for each in memories:
         if joined and joined[-1][0] + joined[-1][1] == each.data_ptr():
             joined[-1] = joined[-1][0], joined[-1][1] + each.numel()
         else:
             joined.append((each.data_ptr(), each.numel()))
-    return [memory(each) for each in joined]
+    return [memory(each, memories) for each in joined]
 
 
 def _send_chunk(
