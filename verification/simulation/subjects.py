@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from verification.simulation import autograd, groups, growing, messages, product, replicas, rpc
+from verification.simulation import autograd, files, groups, growing, messages, product, replicas, rpc
 from verification.simulation.faults import fewer
 from verification.simulation.groups import BOUND_S
 from verification.simulation.scheduler import SimulationError
@@ -95,8 +95,19 @@ def _check_world(draw: Callable[[int], Plan], make: Callable[[Plan], World], see
 
 
 def _check_replicas(seed: int) -> Failure | None:
-    found = replicas.first_failure([seed])
-    return None if found is None else Failure(seed, f"{type(found[1]).__name__}: {found[1]}")
+    return _failure(replicas.first_failure([seed]))
+
+
+def _check_files(seed: int) -> Failure | None:
+    return _failure(files.first_failure([seed]))
+
+
+def _failure(found: tuple[int, Exception] | None) -> Failure | None:
+    if found is None:
+        return None
+    seed, error = found
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    return Failure(seed, f"{type(error).__name__}: {error}", events=tuple(notes.splitlines()))
 
 
 def check(subject: str, seed: int) -> Failure | None:
@@ -106,6 +117,7 @@ def check(subject: str, seed: int) -> Failure | None:
 
 SUBJECTS: dict[str, Callable[[int], Failure | None]] = {
     "replicas": _check_replicas,
+    "disks": _check_files,
     "groups": lambda seed: _check_world(groups.plan, groups.GroupsWorld, seed),
     "growing": lambda seed: _check_world(growing.plan, growing.GrowingWorld, seed),
     "messages": lambda seed: _check_world(messages.plan, messages.MessagesWorld, seed),

@@ -158,9 +158,11 @@ class Checkpoints:
         return []
 
     def _write(self, step: int, mine: dict[str, Named], writer: Writer) -> None:
+        path = self.directory / f"{_PREFIX}{step:08}"
+        hidden = self.directory / f".{path.name}.{writer.name}"
         try:
-            path = self.directory / f"{_PREFIX}{step:08}"
-            hidden = self.directory / f".{path.name}.{writer.name}"
+            if writer.rank == 0:
+                self._remove_unfinished(hidden)
             hidden.mkdir(parents=True, exist_ok=True)
             dcp.write_share(hidden, writer.rank, mine)
             if writer.rank == 0 and self._all_written(hidden, writer.ranks):
@@ -168,9 +170,14 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)  # one of the same step, perhaps damaged
                 hidden.rename(path)
                 dcp.bring_to_disk(self.directory)
+                with contextlib.suppress(PermissionError):  # one that may only be passed through
+                    dcp.bring_to_disk(self.directory.absolute().parent)
                 self._remove_older(step)
         except BaseException as error:
             self._failed = error
+            if isinstance(error, Exception):
+                with contextlib.suppress(OSError):  # what is left of it would fill the disk
+                    dcp.remove_share(hidden, writer.rank)
 
     def _all_written(self, hidden: pathlib.Path, ranks: int) -> bool:
         """Wait until all ranks have written their shares; return False if some will not come."""
@@ -191,13 +198,17 @@ class Checkpoints:
             time.sleep(_POLL_S)
         return True
 
-    def _remove_older(self, step: int) -> None:
-        for _, old in sorted(self._found(), reverse=True)[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
-        for left in self.directory.glob(f".{_PREFIX}*"):  # by ranks that were killed
-            number = left.name[len(_PREFIX) + 1 :].partition(".")[0]
-            if number.isdecimal() and int(number) <= step:
+    def _remove_unfinished(self, present: pathlib.Path) -> None:
+        """Remove what is left of checkpoints that failed, or whose ranks were killed."""
+        for left in self.directory.glob(f".{_PREFIX}*"):
+            if left != present:
                 shutil.rmtree(left, ignore_errors=True)
+
+    def _remove_older(self, step: int) -> None:
+        """Keep the checkpoint of a step, and some before it. Later ones are damaged, or soon replaced."""
+        older = sorted((each for each in self._found() if each[0] <= step), reverse=True)
+        for _, old in older[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _bytes_in(directory: pathlib.Path) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -80,17 +81,32 @@ def write_share(directory: Path, rank: int, values: dict[str, Named]) -> None:
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({name: each.value for name, each in values.items()}, is_coordinator=rank == 0)
-    writer = FileSystemWriter(directory, sync_files=True, overwrite=False)
+    writer = FileSystemWriter(directory, sync_files=False, overwrite=False)
     writer.set_up_storage_writer(is_coordinator=rank == 0)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # a file's name has the rank
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    try:
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise
+        free = shutil.disk_usage(directory).free  # torch's writer does not say what the system has said
+        raise OSError(f"{directory} cannot be written, on a disk with {free} free bytes: {error}") from error
     files = {each.storage_data.relative_path for each in results}
+    for name in files:  # torch's own option does so before the last part has left Python's buffer
+        bring_to_disk(directory / name)
     planned = _Planned(plan, results, {name: each.path for name, each in values.items()})
     told = {name: checksum(directory / name) for name in files}
     hidden = directory / f".{_PLANNED.format(rank)}"
     hidden.write_bytes(pickle.dumps((planned, told)))
     hidden.rename(directory / _PLANNED.format(rank))
+
+
+def remove_share(directory: Path, rank: int) -> None:
+    """Remove what there is of a rank's share, after an error."""
+    for pattern in (f"__{rank}_*", f".__{rank}_*"):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 class _Planned(NamedTuple):
@@ -125,10 +141,10 @@ def write_metadata(directory: Path, ranks: int) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     _, metadata = planner.create_global_plan([each.plan for each in planned])
     metadata.planner_data = {name: path for each in planned for name, path in each.paths.items()}
-    writer = FileSystemWriter(directory, sync_files=True)
+    writer = FileSystemWriter(directory, sync_files=False)
     writer.finish(metadata, [each.results for each in planned])
     (directory / _CHECKSUMS).write_text(json.dumps({**sums, ".metadata": checksum(directory / ".metadata")}))
-    for path in (directory / _CHECKSUMS, directory):
+    for path in (directory / ".metadata", directory / _CHECKSUMS, directory):
         bring_to_disk(path)
 
 
