@@ -10,6 +10,7 @@ from machines import HOST
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.api import launch
+from torchestra.performance import host_timing
 from torchestra.performance.host import HostOptions, default_ranks, fitted_switch_s
 from torchestra.performance.host_timing import time_rates, time_waits
 from torchestra.performance.machine import Machine
@@ -25,6 +26,16 @@ def test_all_ranks_time_every_kind_of_rate() -> None:
         for kinds in found.values():
             assert set(kinds) == {"copy", "fetch", "reduce"}
             assert all(samples and min(samples) > 0 for samples in kinds.values())
+
+
+def test_where_ranks_read_their_peers_tensors_that_is_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_timing, "reads_peers", lambda size: size > 1)  # threads need no call for it
+    sizes = [64 << 10, 200 << 10]
+    for found in launch(time_rates, 2, sizes, 0.01, kind="threads"):
+        for kinds in found.values():
+            assert set(kinds) == {"copy", "fetch", "reduce", "peer_read", "peer_read_call"}
+            assert 0 < min(kinds["peer_read_call"]) < 1  # seconds
+            assert min(kinds["peer_read"]) > 1e6  # bytes a second, and none of no bytes
 
 
 def test_both_ranks_time_flags_and_rank_1_wakes_up() -> None:

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from machines import HOST
 
 import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.errors import InvalidArgumentError
+from torchestra.performance.calibration import Rate
+from torchestra.performance.machine import Machine
+from torchestra.performance.prediction import predict
+from torchestra.performance.rank_log import READ_CALL
 from torchestra.performance.recording import Recorder, Recording
-from torchestra.performance.schedule import AwaitFlag, Copy, Event, Fetch, Reduce, Send, SetFlag, WriteMiss
+from torchestra.performance.schedule import (
+    AwaitFlag,
+    Copy,
+    Event,
+    Fetch,
+    Overhead,
+    PeerRead,
+    Reduce,
+    Send,
+    SetFlag,
+    WriteMiss,
+)
 from torchestra.performance.workload import Operation
 from worlds import run
 
@@ -57,11 +74,15 @@ NAMES = (
 )
 
 
-def steps_taken(calls: list[tuple[str, int]]) -> list[tuple[int, int]]:
-    """Run operations on this rank; return how many of the arena each was, and the last step."""
+def steps_taken(calls: list[tuple[str, int]], reader: int) -> list[tuple[int, int]]:
+    """Run operations on this rank; return how many of the arena each was, and the last step.
+
+    Args:
+        reader: how it reads its peers' memory.
+    """
     context: Any = dist.group.WORLD.communicator.engine.context
     taken = []
-    context.store_word(at.READER, at.REFUSED)  # predictions are of the way through buffers
+    context.store_word(at.READER, reader)
     dist.barrier()
     for name, count in calls:
         before = context.load_word(at.SEQUENCE)
@@ -72,11 +93,12 @@ def steps_taken(calls: list[tuple[str, int]]) -> list[tuple[int, int]]:
     return taken
 
 
+@pytest.mark.parametrize("reader", [at.REFUSED, at.BY_SYSTEM_CALL])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_on_one_host_the_flags_are_those_that_ranks_set(ranks: int) -> None:
+def test_on_one_host_the_flags_are_those_that_ranks_set(ranks: int, reader: int) -> None:
     calls = [("barrier", 0), *((name, count * ranks) for name in NAMES for count in (2, 1 << 18))]
-    real = run("threads", ranks, steps_taken, calls)
-    recorder = Recorder(1, ranks)
+    real = run("threads", ranks, steps_taken, calls, reader)
+    recorder = Recorder(1, ranks, single_copy=reader == at.BY_SYSTEM_CALL)
     for index, (name, count) in enumerate(calls):
         recording = recorder.record(Operation(name, 4 * count))
         for rank in range(ranks):
@@ -85,6 +107,36 @@ def test_on_one_host_the_flags_are_those_that_ranks_set(ranks: int) -> None:
             last = values[-1] if values else 0
             expected = real[rank][index]
             assert (recording.flags[0] >> at.STEP_BITS, last & ((1 << at.STEP_BITS) - 1)) == expected, name
+
+
+def total(events: list[Event], kind: type[Copy] | type[Fetch] | type[PeerRead]) -> int:
+    """Return the bytes of all events of a kind."""
+    return sum(event.nbytes for event in events if isinstance(event, kind))
+
+
+def test_what_is_read_where_it_lies_is_moved_once() -> None:
+    """Without a copy into a buffer; a rank copies its own piece, and checks that its tensor can be read."""
+    nbytes = 3 << 20
+    one, two = (
+        Recorder(1, 3, single_copy=single_copy).record(Operation("all_to_all_single", nbytes)).events[0, 1]
+        for single_copy in (True, False)
+    )
+    others, own = nbytes * 2 // 3, nbytes // 3
+    assert nbytes <= total(two, Copy) < nbytes + 128  # they tell each other lengths, too
+    assert (total(two, Fetch), total(two, PeerRead)) == (others, 0)
+    assert own <= total(one, Copy) < own + 128
+    assert others <= total(one, PeerRead) < others + 128
+    assert total(one, Fetch) == 0
+    calls = [event for event in one if isinstance(event, Overhead) and event.name == READ_CALL]
+    reads = [event for event in one if isinstance(event, PeerRead) and event.nbytes == own]
+    assert len(reads) == 2 <= len(calls) <= 5
+    machine = replace(HOST, peer_read=(Rate(2, 1 << 20, 1e10),), per_op_s={READ_CALL: 1e-6})
+    slow = replace(machine, peer_read=(Rate(2, 1 << 20, 1e9),), per_op_s={READ_CALL: 1e-3})
+    for operation in ("all_to_all_single", "scatter"):
+        fast_s, slow_s = (
+            predict([Operation(operation, nbytes)], Machine(1, 3, each)).seconds for each in (machine, slow)
+        )
+        assert slow_s > fast_s + 1e-3
 
 
 _MOVES = (Copy, WriteMiss, Fetch, Reduce)

@@ -99,7 +99,10 @@ class HostCalibration:
         reduce: how fast a float32 tensor and a peer's buffer are added up, into the tensor.
         per_op_s: other costs by name. ``call.NAME``: :attr:`call_s` of the collective NAME on 4 bytes.
             ``multihost_call``: a call of a group on several hosts, beyond its steps; ``local_step``: one of
-            its steps within a host of one rank.
+            its steps within a host of one rank. ``process_vm_readv``: a call by which a rank reads a peer's
+            memory, without its bytes.
+        peer_read: how fast such calls copy a peer's tensor into another. Empty where ranks make none, because
+            they may not, or are not faster so (engine/kernels/single_copy.py).
     """
 
     cores: int
@@ -113,6 +116,7 @@ class HostCalibration:
     reduce: tuple[Rate, ...]
     per_op_s: Mapping[str, float] = field(default_factory=dict)
     switches: tuple[SwitchTime, ...] = ()
+    peer_read: tuple[Rate, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self, positive=("cores", "time_slice_s"))
@@ -146,6 +150,10 @@ class HostCalibration:
     def fetch_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
         """Return how fast one of ``ranks`` ranks fetches from a peer's buffer (:func:`rate_at`)."""
         return rate_at(self.fetch, working_set_bytes, ranks)
+
+    def peer_read_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
+        """Return how fast one of ``ranks`` ranks reads its peers' tensors (:func:`rate_at`)."""
+        return rate_at(self.peer_read, working_set_bytes, ranks)
 
     def reduce_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
         """Return how fast one of ``ranks`` ranks reduces, in bytes read (:func:`rate_at`)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchestra.performance.machine import Machine
-from torchestra.performance.schedule import Compute, Copy, Event, Fetch, Overhead, Reduce, WriteMiss
+from torchestra.performance.schedule import Compute, Copy, Event, Fetch, Overhead, PeerRead, Reduce, WriteMiss
 
 __all__ = ["Costs"]
 
@@ -22,12 +22,13 @@ class Costs:
         self._tables: dict[type, Callable[[int, int], float]] = {
             Copy: host.copy_bytes_per_s,
             Fetch: host.fetch_bytes_per_s,
+            PeerRead: host.peer_read_bytes_per_s,
             Reduce: host.reduce_bytes_per_s,
         }
 
     def seconds_of(self, event: Event, rank: int) -> float:
         """Return how long a core is kept."""
-        if isinstance(event, Copy | Fetch | Reduce):
+        if isinstance(event, Copy | Fetch | PeerRead | Reduce):
             key = type(event), event.working_set_bytes
             rate = self._rates.get(key)
             if rate is None:

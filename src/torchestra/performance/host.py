@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchestra.engine.operations import COLLECTIVES
@@ -13,9 +13,16 @@ from torchestra.launcher.api import launch
 from torchestra.launcher.cores import usable_cores
 from torchestra.monitor.operation_timing import Cell, time_operations
 from torchestra.performance.calibration import HostCalibration, Rate, SwitchTime
-from torchestra.performance.host_timing import time_rates, time_slices, time_waits, working_set_bytes
+from torchestra.performance.host_timing import (
+    RateSamples,
+    time_rates,
+    time_slices,
+    time_waits,
+    working_set_bytes,
+)
 from torchestra.performance.machine import Machine
 from torchestra.performance.prediction import steady_state
+from torchestra.performance.rank_log import READ_CALL
 from torchestra.performance.sampling import Measured, check_quantile, summarise
 from torchestra.performance.workload import Operation
 
@@ -25,6 +32,7 @@ Progress = Callable[[str], None]
 """Called with a line that says what is measured next."""
 
 _TENSOR_BYTES = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 64 << 20)
+_RATES = ("copy", "fetch", "reduce", "peer_read")
 _MAX_BYTES = 1 << 29  # of all ranks' tensors together
 _MAX_RANKS = 16
 _MEETINGS = (
@@ -92,12 +100,16 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
     progress("time slices")
     slices = [*itertools.chain(*launch(time_slices, 2, options.seconds / 2))]
     waits["time_slice_s"] = summarise(slices or [options.seconds / 2], options.quantile)
-    tables: dict[str, list[Rate]] = {"copy": [], "fetch": [], "reduce": []}
+    tables: dict[str, list[Rate]] = {kind: [] for kind in _RATES}
+    read_calls: list[float] = []
     spread: dict[str, float] = {f"host.{name}": each.spread for name, each in waits.items()}
     counts = sorted(set(options.ranks)) or default_ranks(cores)
     for ranks in counts:
         progress(f"copies and reductions, {ranks} ranks at once")
-        for kind, rates, widest in _measured_rates(ranks, options):
+        found = _rate_samples(ranks, options)
+        for kinds in itertools.chain(*(one.values() for one in found)):
+            read_calls += kinds.get("peer_read_call", [])
+        for kind, rates, widest in _measured_rates(ranks, found, options.quantile):
             tables[kind] += rates
             spread[f"host.{kind}"] = max(widest, spread.get(f"host.{kind}", 0.0))
     host = HostCalibration(
@@ -111,7 +123,11 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
         fetch=tuple(tables["fetch"]),
         reduce=tuple(tables["reduce"]),
         per_op_s={f"call.{name}": seconds for name, seconds in calls.items()},
+        peer_read=tuple(tables["peer_read"]),
     )
+    if read_calls:
+        call_s = summarise(read_calls, options.quantile).value
+        host = replace(host, per_op_s={**host.per_op_s, READ_CALL: call_s})
     switches = []
     for ranks in counts:
         if ranks > cores:
@@ -149,15 +165,23 @@ def _measured_waits(options: HostOptions) -> dict[str, Measured]:
     return {name: max(one[name] for one in summaries) for name in summaries[0]}
 
 
-def _measured_rates(ranks: int, options: HostOptions) -> Iterator[tuple[str, list[Rate], float]]:
-    """Yield each kind of rate, its numbers by working set, and the widest spread among them."""
+def _rate_samples(ranks: int, options: HostOptions) -> list[RateSamples]:
+    """Return what each of some ranks found."""
     sizes = [nbytes for nbytes in _TENSOR_BYTES if nbytes * ranks <= _MAX_BYTES] or [_TENSOR_BYTES[0]]
-    found = launch(time_rates, ranks, sizes, options.seconds / len(sizes))
-    for kind in ("copy", "fetch", "reduce"):
+    return launch(time_rates, ranks, sizes, options.seconds / len(sizes))
+
+
+def _measured_rates(
+    ranks: int, found: Sequence[RateSamples], quantile: float
+) -> Iterator[tuple[str, list[Rate], float]]:
+    """Yield each kind of rate, its numbers by working set, and the widest spread among them."""
+    for kind in _RATES:
+        if any(kind not in kinds for one in found for kinds in one.values()):
+            continue  # its ranks do not read each other's tensors
         measured = {
             # A rate is a number by time: the other end of the times' quantile.
-            nbytes: summarise([*itertools.chain(*(one[nbytes][kind] for one in found))], 1 - options.quantile)
-            for nbytes in sizes
+            nbytes: summarise([*itertools.chain(*(one[nbytes][kind] for one in found))], 1 - quantile)
+            for nbytes in found[0]
         }
         rates = [
             Rate(ranks, working_set_bytes(kind, nbytes), each.value) for nbytes, each in measured.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +37,16 @@ _ASLEEP_S = 50e-6
 """After so long a rank that has said it will sleep does."""
 _LONGEST_SLEEP_S = 5
 _MAX_PASSES = 100
+_CALLS, _FEW_BYTES = 16, 8
 _SWITCHED_S = 100e-6
 """A rank that did not run for longer has lost its core to another."""
 
 RateSamples = dict[int, dict[str, list[float]]]
-"""By the size of a tensor in bytes: bytes per second of each chunk, by ``copy``, ``fetch`` and ``reduce``."""
+"""By the size of a tensor in bytes: bytes per second of each chunk, by ``copy``, ``fetch`` and ``reduce``.
+
+Where ranks read their peers' tensors where they lie, also by ``peer_read``; and by ``peer_read_call`` the
+seconds of calls that read a few bytes.
+"""
 
 
 def time_waits(seconds: float) -> dict[str, list[float]]:
@@ -115,10 +121,10 @@ def time_slices(seconds: float) -> list[float]:
 def working_set_bytes(kind: str, nbytes: int) -> int:
     """Return how much memory a rank goes through that is timed with tensors of so many bytes.
 
-    For a copy, out of one tensor and into another, these and the buffer; for a reduction one tensor, the
-    buffer, and the chunk that is put into it.
+    For a copy, out of one tensor and into another, these and the buffer, of which there is none if the one is
+    a peer's; for a reduction one tensor, the buffer, and the chunk that is put into it.
     """
-    chunk = min(nbytes, CHUNK_BYTES)
+    chunk = 0 if kind == "peer_read" else min(nbytes, CHUNK_BYTES)
     return nbytes + 2 * chunk if kind == "reduce" else 2 * nbytes + chunk
 
 
@@ -133,11 +139,26 @@ def time_rates(sizes: Sequence[int], seconds: float) -> RateSamples:
         DistBackendError: another rank is gone.
     """
     with _Meeting() as meeting:
-        return {nbytes: _rates(meeting, nbytes, seconds) for nbytes in sizes}
+        reads = reads_peers(meeting.size)
+        return {nbytes: _rates(meeting, nbytes, seconds, reads) for nbytes in sizes}
 
 
-def _rates(meeting: _Meeting, nbytes: int, seconds: float) -> dict[str, list[float]]:
-    """Return samples for one working set; every rank calls this."""
+def reads_peers(size: int) -> bool:
+    """Return whether ranks of the default group read long pieces where they lie, by calls of the system."""
+    if size == 1:
+        return False
+    engine: Any = dist.group.WORLD.communicator.engine  # type: ignore[union-attr]
+    tensor = torch.zeros(size * (engine.choices.single_copy + 4) // 4)
+    dist.all_to_all_single(torch.empty_like(tensor), tensor)  # the first such operation finds it out
+    return bool(engine.context.load_word(at.READER) == at.BY_SYSTEM_CALL)
+
+
+def _rates(meeting: _Meeting, nbytes: int, seconds: float, reads: bool) -> dict[str, list[float]]:
+    """Return samples for one working set; every rank calls this.
+
+    Args:
+        reads: of peers' tensors, too.
+    """
     source, target = (torch.zeros(nbytes // 4) for _ in range(2))
     warm = torch.zeros(min(nbytes, CHUNK_BYTES) // 4)
     chunk = warm.nbytes
@@ -157,7 +178,40 @@ def _rates(meeting: _Meeting, nbytes: int, seconds: float) -> dict[str, list[flo
                 found["fetch"] += taken
             else:
                 found["reduce"] += [2 * each for each in taken]
+    if reads:
+        times = max(2, len(found["copy"]) * chunk // nbytes)
+        found |= _peer_reads(meeting, source, target, times)
     return found
+
+
+def _peer_reads(
+    meeting: _Meeting, source: torch.Tensor, target: torch.Tensor, passes: int
+) -> dict[str, list[float]]:
+    """Have all ranks read the next one's ``source`` at once, so often; return samples by kind."""
+    where = torch.empty(2 * meeting.size, dtype=torch.int64)
+    dist.all_gather_into_tensor(where, torch.tensor([os.getpid(), source.data_ptr()]))
+    pid, address = where.reshape(-1, 2)[(meeting.rank + 1) % meeting.size].tolist()
+    chunk = min(source.nbytes, CHUNK_BYTES)
+
+    def seconds_of(length: int, chunk: int) -> list[float]:
+        ticks: npt.NDArray[np.int64] = np.zeros(length // chunk, dtype=np.int64)
+        words: npt.NDArray[np.int64] = np.zeros(probes.READ_WORDS, dtype=np.int64)
+        words[probes.READ_TICKS // 8], words[probes.READ_CLOCK // 8] = ticks.ctypes.data, meeting.clock
+        taken: list[float] = []
+        dist.barrier()
+        for _ in range(passes):
+            _expect(probes.read_peer(words.ctypes.data, pid, target.data_ptr(), address, length, chunk))
+            taken += [meeting.scale().seconds_per_tick * max(1, int(each)) for each in ticks]
+        dist.barrier()  # until then nobody frees what others read
+        return taken
+
+    calls = seconds_of(_CALLS * _FEW_BYTES, _FEW_BYTES)
+    call_s = sorted(calls)[len(calls) // 2]
+    whole = seconds_of(source.nbytes // chunk * chunk, chunk)
+    return {
+        "peer_read_call": calls,
+        "peer_read": [chunk / max(seconds - call_s, seconds / 100) for seconds in whole],
+    }
 
 
 class _Exchange:

@@ -125,7 +125,13 @@ def schedule_of(workload: Workload, machine: Machine, choices: Choices | None = 
     if not isinstance(workload, Step) and not workload:
         raise InvalidArgumentError("the workload has no operation")
     roots = {each.root // machine.ranks_per_host for each in operations if each.row.root}
-    recorder = Recorder(machine.hosts, machine.ranks_per_host, machine.apart | roots, choices)
+    recorder = Recorder(
+        machine.hosts,
+        machine.ranks_per_host,
+        machine.apart | roots,
+        choices,
+        single_copy=bool(machine.host.peer_read),
+    )
     writer = _Writer(recorder)
     if isinstance(workload, Step):
         for number in range(workload.repeats):

@@ -18,6 +18,7 @@ from torchestra.engine.native.atomics import (
     load,
     load_acquire,
     memcpy,
+    process_vm_readv,
     sched_yield,
     spin_hint,
     store,
@@ -42,6 +43,11 @@ STREAMS = 104  # whether the target is written past the caches
 COPY_TICKS, FETCH_TICKS = 112, 120  # addresses: a word for each chunk
 CLOCK, SCRATCH = 128, 136  # see clock.py
 EXCHANGE_WORDS = 19
+
+# The words of reads of a peer's memory.
+READ_TICKS, READ_CLOCK, READ_SCRATCH, IOVECS = 0, 8, 16, 32  # two words of scratch; two iovecs
+READ_WORDS = 8
+
 _ITEM_BYTES = 4  # of float32
 
 
@@ -103,6 +109,26 @@ def sleep(own, peer, rounds, ticks, clock, scratch, timespec):
         if load_acquire(peer) < step:
             return LOST
         store(ticks + 8 * (step - 1), read_clock(clock, scratch) - load(peer + 8))
+    return DONE
+
+
+@kernel
+def read_peer(words, pid, target, source, length, chunk):
+    """Read another process's memory into an own tensor, chunk by chunk; note how long each call took.
+
+    ``length`` is a whole number of chunks. LOST: the system did not let it.
+    """
+    clock, scratch, iovecs = load(words + READ_CLOCK), words + READ_SCRATCH, words + IOVECS
+    store(iovecs + 8, chunk)
+    store(iovecs + 24, chunk)
+    for number in range(length // chunk):
+        store(iovecs, target + number * chunk)
+        store(iovecs + 16, source + number * chunk)
+        start = read_clock(clock, scratch)
+        moved = process_vm_readv(pid, iovecs, 1, iovecs + 16, 1, 0)
+        store(load(words + READ_TICKS) + number * 8, read_clock(clock, scratch) - start)
+        if moved != chunk:
+            return LOST
     return DONE
 
 

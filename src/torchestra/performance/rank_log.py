@@ -15,18 +15,22 @@ from torchestra.performance.schedule import (
     Event,
     Fetch,
     Overhead,
+    PeerRead,
     Reduce,
     SetFlag,
     WriteMiss,
 )
 from torchestra.performance.turns import wait_for
 
-__all__ = ["RankLog", "ThreadObserver", "current_log", "set_current_log"]
+__all__ = ["READ_CALL", "RankLog", "ThreadObserver", "current_log", "set_current_log"]
 
 _mine = threading.local()
+READ_CALL = "process_vm_readv"
+"""What such a call takes besides its bytes, among the calibration's other costs."""
+
 _PAGE = 4096  # as fine as it is noted which memory was touched
-_Kind = type[Copy] | type[Fetch] | type[WriteMiss] | type[Reduce]
-_Kinds = Copy | Fetch | WriteMiss | Reduce
+_Kind = type[Copy] | type[Fetch] | type[PeerRead] | type[WriteMiss] | type[Reduce]
+_Kinds = Copy | Fetch | PeerRead | WriteMiss | Reduce
 
 
 class RankLog:
@@ -82,6 +86,11 @@ class RankLog:
         else:
             self._note(Copy, nbytes, self._touch(source, nbytes))
             self._note(WriteMiss, written := self._touch_any(target, nbytes), written)
+
+    def read_peer(self, target: int, nbytes: int) -> None:
+        """Note a call of the system that reads another rank's tensor."""
+        self.overhead(READ_CALL)
+        self._note(PeerRead, nbytes, self._touch(target, nbytes))
 
     def copy_elsewhere(self, nbytes: int) -> None:
         """Note a copy of memory that the operation has just written, wherever it is."""
@@ -154,6 +163,9 @@ class ThreadObserver:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         current_log().copy(target, source, nbytes)
+
+    def read_peer(self, target: int, nbytes: int) -> None:
+        current_log().read_peer(target, nbytes)
 
     def reduce(self, target: int, sources: Sequence[int], count: int) -> None:
         current_log().reduce(target, sources, count)

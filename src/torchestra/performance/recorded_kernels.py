@@ -35,6 +35,9 @@ class Observer(Protocol):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Take a copy of so many bytes, from and to these addresses."""
 
+    def read_peer(self, target: int, nbytes: int) -> None:
+        """Take a call of the system that reads so many bytes of a peer's tensor, to an address."""
+
     def reduce(self, target: int, sources: Sequence[int], count: int) -> None:
         """Take a reduction of ``count`` elements at each of some addresses, to an address."""
 
@@ -91,6 +94,16 @@ def _primitives(observer: Observer) -> dict[object, Callable[..., int]]:
     def copy_out(target: int, source: int, length: int, stream: int) -> int:
         return memcpy(target, source, length)
 
+    def process_vm_readv(pid: int, local: int, pieces: int, remote: int, sources: int, flags: int) -> int:
+        """All recorded ranks are in this process; one that was never announced has no token."""
+        for (target, room), (source, length) in zip(
+            _iovecs(local, pieces), _iovecs(remote, sources), strict=False
+        ):
+            if source and length <= _MOVED_BYTES:
+                ctypes.memmove(target, source, min(room, length))
+        observer.read_peer(*_iovecs(local, pieces)[-1])
+        return sum(length for _, length in _iovecs(remote, sources))
+
     def call_reduction(function: int, target: int, sources: int, number: int, count: int) -> int:
         observer.reduce(target, list((ctypes.c_int64 * number).from_address(sources)), count)
         return _DONE
@@ -113,8 +126,15 @@ def _primitives(observer: Observer) -> dict[object, Callable[..., int]]:
     return {
         atomics.memcpy: memcpy,
         buffers.copy_out: copy_out,
+        atomics.process_vm_readv: process_vm_readv,
         atomics.call_reduction: call_reduction,
         store_release: release,
         store_ordered: order,
         waiting.wait_until: wait_until,
     }
+
+
+def _iovecs(address: int, count: int) -> list[tuple[int, int]]:
+    """Return the addresses and lengths of the buffers of a call of the system (iovec(3type))."""
+    words = list((ctypes.c_int64 * (2 * count)).from_address(address))
+    return list(zip(words[::2], words[1::2], strict=True))

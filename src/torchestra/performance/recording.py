@@ -94,6 +94,8 @@ class Recorder:
         hosts, ranks_per_host: of the job.
         apart: hosts to be recorded by themselves: that of the root, and those that differ in speed.
         choices: the thresholds between algorithms; default: those that a group of so many ranks would use.
+        single_copy: ranks of a host may read long pieces where they lie, as processes do that are able to and
+            faster so (kernels/single_copy.py); otherwise all goes through buffers.
 
     Attributes:
         recorded: the hosts that are recorded.
@@ -109,6 +111,8 @@ class Recorder:
         ranks_per_host: int,
         apart: Iterable[int] = (),
         choices: Choices | None = None,
+        *,
+        single_copy: bool = False,
     ) -> None:
         _check_size(hosts, ranks_per_host, apart)
         self.hosts, self.ranks_per_host = hosts, ranks_per_host
@@ -119,6 +123,7 @@ class Recorder:
         self._mailboxes = Mailboxes(frozenset(self.recorded))
         self._kernels = recorded_kernels(ThreadObserver())
         self._choices = choices
+        self._reader = at.BY_SYSTEM_CALL if single_copy and ranks_per_host > 1 else at.REFUSED
         self._table = _table(hosts, ranks_per_host)
         self._bridges: dict[tuple[int, int], RecordingBridge] = {}
         self._contexts: dict[int, RankContext] = {}
@@ -134,7 +139,7 @@ class Recorder:
         for local_rank in range(self.ranks_per_host):
             context = RankContext(arena, local_rank, "recorded", SpinPolicy(0, 0))
             local = LocalEngine(context)
-            context.store_word(at.READER, at.REFUSED)  # what is predicted goes through buffers
+            context.store_word(at.READER, self._reader)
             local.choices = self._choices or local.choices
             for name, kernel in self._kernels.items():
                 setattr(local.kernels, name, kernel if self._table is None else _as_step(kernel))

@@ -23,6 +23,7 @@ __all__ = [
     "Fetch",
     "Lane",
     "Overhead",
+    "PeerRead",
     "Receive",
     "Reduce",
     "Schedule",
@@ -49,6 +50,17 @@ class Copy:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Copy ``nbytes`` out of buffers that other ranks have written into the rank's tensors."""
+
+    nbytes: int
+    working_set_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRead:
+    """Copy ``nbytes`` of another rank's tensor, where they lie, into the rank's own (process_vm_readv).
+
+    What the call takes besides is an :class:`Overhead` of that name.
+    """
 
     nbytes: int
     working_set_bytes: int
@@ -140,6 +152,7 @@ class Receive:
 Event = (
     Copy
     | Fetch
+    | PeerRead
     | WriteMiss
     | Reduce
     | Compute

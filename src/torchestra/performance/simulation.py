@@ -28,6 +28,7 @@ from torchestra.performance.schedule import (
     Fetch,
     Lane,
     Overhead,
+    PeerRead,
     Receive,
     Reduce,
     Schedule,
@@ -237,7 +238,7 @@ class _LaneRun:
         return True
 
 
-_WORK = frozenset({Copy, Fetch, WriteMiss, Reduce, Compute, Overhead})
+_WORK = frozenset({Copy, Fetch, PeerRead, WriteMiss, Reduce, Compute, Overhead})
 
 
 def run(schedule: Schedule, machine: Machine) -> Run:
