@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from cases import (
     reduce_scatter_tensor,
     reduce_scatter_uneven,
 )
+from test_frames import needs_entries
 
 import torchestra as dist
 from torchestra.errors import (
@@ -33,7 +37,7 @@ from torchestra.errors import (
     NotReadyError,
     RankFailedError,
 )
-from worlds import KINDS, RankDied, leave_note, processes, run
+from worlds import KINDS, WORLD_SECONDS, RankDied, leave_note, processes, run
 
 CASES: dict[str, Case] = {
     "all_gather": all_gather_in_place,
@@ -296,3 +300,57 @@ def test_a_killed_rank_is_named() -> None:
         ended = world.finish()
     assert ended[0].result() == (1,)
     assert isinstance(ended[1].error, RankDied)
+
+
+class Told(Exception):
+    """What a rank's operation is left with."""
+
+
+def call_one_from_two_threads(fails: bool, inside: threading.Event, called: threading.Event) -> None:
+    """Another thread calls an operation, wrongly, while this one waits in it, or leaves it, in Python."""
+    group: Any = dist.group.WORLD
+    context, tensor = group.communicator.engine.context, torch.ones(3)
+    plan, wrong, check, references = dist.all_reduce_init(tensor), object(), context.check, 5
+    plan()
+    if dist.get_rank() == 1:
+        assert called.wait(WORLD_SECONDS)
+        if not fails:
+            plan()
+        return
+
+    def hold(*arguments: Any, **more: Any) -> Any:
+        inside.set()
+        assert called.wait(WORLD_SECONDS)
+        return None if fails else check(*arguments, **more)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Told
+
+    def call_wrongly() -> None:
+        assert inside.wait(WORLD_SECONDS)
+        try:
+            for _ in range(references):
+                with pytest.raises(TypeError):
+                    plan(wrong)
+        finally:
+            called.set()
+
+    if fails:
+        context.check, context.note_failure = fail, hold
+    else:
+        context.check = hold
+    before = sys.getrefcount(wrong)
+    other = threading.Thread(target=call_wrongly)
+    other.start()
+    with pytest.raises(Told) if fails else contextlib.nullcontext():
+        plan()
+    other.join()
+    assert sys.getrefcount(wrong) == before
+    assert fails or torch.equal(tensor, torch.full((3,), 4.0))
+
+
+@needs_entries
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_that_waits_is_called_by_another_thread(fails: bool) -> None:
+    """Its arguments took the place of the wait's, and were dropped for those, or raised for its error."""
+    run("threads", 2, call_one_from_two_threads, fails, threading.Event(), threading.Event())

@@ -28,6 +28,7 @@ from torchestra.engine.entries.plain_calls import is_profiled
 from torchestra.engine.entries.python_interface import (
     add_reference,
     call_object,
+    clear_error,
     drop_reference,
     tuple_length,
 )
@@ -76,6 +77,7 @@ def _is_as_it_was(request):
         if storage == 0 or load(storage + load(access + e.NBYTES)) != load(record + e.MEMORY_NBYTES):
             return False
         if call_function(load(access + e.DESCRIBE), tensor, view) & _LOW != 0:
+            clear_error()
             return False
         if load(view + e.VIEW_DATA) != load(record + e.MEMORY_ADDRESS):
             return False

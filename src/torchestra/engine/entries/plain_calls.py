@@ -126,16 +126,23 @@ def slow_path(entry, arguments, number, keywords):
 
 @kernel
 def abandon_operation(entry):
-    """Have Python see to what an exception has left, which may be the operation's end."""
-    error = entry + e.ARGUMENTS_AT
-    fetch_error(error, error + 8, error + 16)
-    normalize_error(error, error + 8, error + 16)
-    result = call_object(load(entry + e.LEAVE), error + 8, 1, 0)
+    """Have Python see to what an exception has left, which may be the operation's end.
+
+    Meanwhile other threads may write their arguments where this one has had the exception written to.
+    """
+    given = entry + e.ARGUMENTS_AT
+    fetch_error(given, given + 8, given + 16)
+    normalize_error(given, given + 8, given + 16)
+    kind = load(given)
+    error = load(given + 8)
+    trace = load(given + 16)
+    result = call_object(load(entry + e.LEAVE), given + 8, 1, 0)
     if result == 0:  # a second interrupt, in its first line
         clear_error()
-        result = call_object(load(entry + e.LEAVE), error + 8, 1, 0)
+        store(given + 8, error)
+        result = call_object(load(entry + e.LEAVE), given + 8, 1, 0)
     if result == 0:
         clear_error()
     else:
         drop_reference(result)
-    restore_error(load(error), load(error + 8), load(error + 16))
+    restore_error(kind, error, trace)

@@ -177,16 +177,26 @@ def start(request, which, plan, first, second, third, nbytes):
 
 @kernel
 def _continue_call(entry, code, timeout, plan, first, second, third):
+    # Another thread that calls the same persistent operation writes its own arguments in the same place: what
+    # is to be dropped is kept here. Python has taken the arguments out before it runs anything.
+    code_number = int_of(code)
+    plan_number = int_of(plan)
+    first_number = int_of(first)
+    second_number = int_of(second)
+    third_number = int_of(third)
     given = entry + e.ARGUMENTS_AT
     store(given, timeout)
-    store(given + 8, int_of(code))
-    store(given + 16, int_of(plan))
-    store(given + 24, int_of(first))
-    store(given + 32, int_of(second))
-    store(given + 40, int_of(third))
+    store(given + 8, code_number)
+    store(given + 16, plan_number)
+    store(given + 24, first_number)
+    store(given + 32, second_number)
+    store(given + 40, third_number)
     result = call_object(load(entry + e.FINISH_CALL), given, 6, 0)
-    for index in range(1, 6):
-        drop_reference(load(given + index * 8))
+    drop_reference(code_number)
+    drop_reference(plan_number)
+    drop_reference(first_number)
+    drop_reference(second_number)
+    drop_reference(third_number)
     if result == 0:
         abandon_operation(entry)
     end(load(entry + e.STATE))
