@@ -121,6 +121,13 @@ class _Work:
                 self._requests, self._tensors = (), ()
             return self.ended
 
+    def is_over(self) -> bool:
+        """Return whether MPI does not use the tensors any more, as far as it says."""
+        try:
+            return self.has_ended()
+        except BridgeError:
+            return False
+
 
 class MPIBridge(Bridge):
     """See Bridge.
@@ -194,16 +201,12 @@ class MPIBridge(Bridge):
 
     @staticmethod
     def _give_back(communicator: Any, works: list[_Work]) -> None:
-        for work in works:
-            try:
-                under_way = not work.has_ended()
-            except BridgeError:
-                under_way = True
-            if under_way:
-                _buried.append(work)
-                limit_finalize()
-                return
-        communicator.Free()
+        under_way = [work for work in works if not work.is_over()]
+        if not under_way:
+            communicator.Free()
+            return
+        _buried.extend(under_way)
+        limit_finalize()
 
     # -- operations
 
