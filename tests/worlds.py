@@ -171,7 +171,10 @@ def _run_threads(
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         faulthandler.dump_traceback(sys.__stderr__)
-        raise AssertionError(f"ranks {late} of {size} threads have not ended after {limit} s")
+        others = {rank: outcome for rank, outcome in enumerate(ended) if outcome is not None}
+        raise AssertionError(
+            f"ranks {late} of {size} threads have not ended after {limit} s; of the others: {others}"
+        )
     return [outcome or Outcome() for outcome in ended]
 
 

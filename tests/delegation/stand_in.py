@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -70,25 +71,18 @@ class EndOfWork(DeviceEvent):
         self._work.wait()
 
 
+_Tasks = queue.SimpleQueue[tuple[Callable[[], None], ThreadEvent] | None]
+
+
 class ThreadScheduler(StreamScheduler):
-    """A thread in the place of a device's streams."""
+    """A thread in the place of a device's streams, which ends when nothing refers to this any more."""
 
     def __init__(self) -> None:
         self.device = CPU
         self.refuse: Refuse = lambda: None
-        self.ran = 0
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadEvent]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            operation, event = self._tasks.get()
-            try:
-                operation()
-            except Exception as error:
-                event.error = error
-            self.ran += 1
-            event.ended.set()
+        self._tasks: _Tasks = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._tasks,), name="stand-in", daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def run(self, operation: Callable[[], None], *, async_op: bool) -> DeviceEvent:
         event = ThreadEvent()
@@ -112,6 +106,17 @@ class ThreadScheduler(StreamScheduler):
 
     def here(self) -> Callable[[], AbstractContextManager[Any]]:
         return contextlib.nullcontext
+
+
+def _serve(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        operation, event = task
+        try:
+            operation()
+        except Exception as error:
+            event.error = error
+        event.ended.set()
+        del task, operation, event  # they refer to the scheduler
 
 
 class Waited:

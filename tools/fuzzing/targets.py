@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import pickle
+import select
+import socket
 import struct
 import tempfile
 import zlib
@@ -72,6 +74,7 @@ from torchestra.transport.message import Message
 
 SECRET = b"the job's"
 _HOSTS = Hosts([[0, 2], [1]], ["first", "second"])
+_CLOSED_S = 10.0
 _ME = ProcessIdentity.current().encode().encode()
 
 
@@ -456,11 +459,22 @@ def _launcher() -> Iterator[Target]:
 
 
 def _read_packet(data: bytes) -> None:
+    """Read a packet that a file came with, of which nothing stays open but what the receiver owns."""
     ours, theirs = channel.channel()
-    with ours, theirs:
-        ours.send(data or b"i")
-        before = len(os.listdir("/proc/self/fd"))
+    files: list[int] = []
+    with ours, theirs, channel.anonymous_file() as file:
+        file.write(data[1:])
+        file.flush()
+        reading, writing = os.pipe()
+        socket.send_fds(ours, [data or b"i"], [writing, file.fileno()])
+        os.close(writing)
         try:
-            channel.receive(theirs)
+            message = channel.receive(theirs)
+            files = message.files if message is not None else []
         finally:
-            assert len(os.listdir("/proc/self/fd")) == before
+            for each in files:
+                os.close(each)
+            # Readable where no writing end is open. Another thread's child may hold one until its exec.
+            closed, _, _ = select.select([reading], [], [], _CLOSED_S)
+            os.close(reading)
+            assert closed, "a file that came with a packet has stayed open"
