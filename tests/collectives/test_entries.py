@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -17,6 +18,8 @@ from test_frames import functions_entered, needs_entries
 from torch.autograd import profiler
 
 import torchestra as dist
+from torchestra.communicator.entries import _Plans
+from torchestra.engine.entry_layout import PlanRecord
 from torchestra.types import ReduceOp
 from worlds import await_note, leave_note, outcomes, run
 
@@ -264,3 +267,61 @@ def keep_a_builtin() -> None:
 
 def test_a_builtin_that_was_kept_knows_that_its_group_is_destroyed() -> None:
     run("threads", 1, keep_a_builtin)
+
+
+def plans_of(method: str) -> Any:
+    communicator = dist.group.WORLD.communicator  # type: ignore[union-attr]
+    return vars(vars(communicator)[method].__self__)["kept"][-1]
+
+
+class WritesTwice(_Plans):
+    """In the middle of a thread's first change of the records another thread changes them, too."""
+
+    met = False
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "_records" and not self.met:
+            self.met = True
+            thread = threading.Thread(target=self.add, args=((3, 0, 0, 0),))
+            thread.start()
+            thread.join()
+        return found
+
+    def add(self, record: tuple[int, int, int, int]) -> None:
+        self._known.append(record)
+        self._write()
+
+
+def two_plans_at_once() -> None:
+    dist.all_reduce(torch.ones(1))
+    plans = plans_of("all_reduce")
+    known = len(plans._known)
+    plans.__class__ = WritesTwice
+    plans.add((5, 0, 0, 0))
+    address = plans._entry().plans
+    assert address in [ctypes.addressof(each) for each in plans._records]
+    assert (PlanRecord * (known + 3)).from_address(address)[known + 1].dtype in (3, 5)
+
+
+def test_plans_that_two_threads_make_at_once_are_kept_and_found() -> None:
+    run("threads", 1, two_plans_at_once)
+
+
+def longer_and_longer_lists() -> None:
+    def reduce(number: int) -> None:
+        dist.group.WORLD.communicator.all_reduce_list([torch.ones(1)] * number, dist.ReduceOp.SUM)  # type: ignore[union-attr]
+
+    reduce(2)
+    plans = plans_of("all_reduce_list")
+    entry = plans._entry()
+    table = (ctypes.c_int64 * 1).from_address(entry.iovec)
+    before = ctypes.addressof(table)
+    reduce(100)
+    assert entry.longest_list >= 100
+    assert entry.iovec != before
+    assert before in [ctypes.addressof(each) for each in plans._iovecs]
+
+
+def test_the_table_of_a_list_that_a_thread_may_be_using_is_kept_when_a_longer_one_comes() -> None:
+    run("threads", 1, longer_and_longer_lists)

@@ -6,6 +6,7 @@ import functools
 import gc
 import signal
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from test_frames import needs_entries
 
 import torchestra as dist
+from torchestra.communicator.persistent import PersistentCollective
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -408,3 +410,36 @@ def refused_messages() -> None:
 
 def test_a_start_of_a_message_is_refused_as_it_would_be_in_python() -> None:
     run("threads", 2, refused_messages)
+
+
+class StartsFirst:
+    """A group's lock that another thread takes first, to start an operation."""
+
+    def __init__(self, lock: Any, start: Callable[[], None]) -> None:
+        self._lock, self._start = lock, start
+
+    def __enter__(self) -> None:
+        self._start()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def call_while_another_starts() -> list[float]:
+    first, second = torch.full((2,), 1.0), torch.full((2,), 10.0)
+    one, other = bound(first), bound(second)
+    communicator = dist.group.WORLD.communicator  # type: ignore[union-attr]
+    lock = communicator.lock
+    communicator.lock = StartsFirst(lock, other.start)
+    try:
+        PersistentCollective.__call__(one)
+    finally:
+        communicator.lock = lock
+    assert queue().state.started == 0
+    other.wait()
+    return [first[0].item(), second[0].item()]
+
+
+def test_an_operation_that_another_thread_has_started_meanwhile_is_ended_first() -> None:
+    assert run("threads", 2, call_while_another_starts) == [[2.0, 20.0]] * 2

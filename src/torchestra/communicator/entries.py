@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -295,15 +296,15 @@ class _Plans:
     def __init__(self, entry: Entry, communicator: CommunicatorState, row: Collective) -> None:
         self._entry_address = ctypes.addressof(entry)
         self._general = entry.general
-        self._state = communicator.queue.state
-        self._iovec: Any = None
+        self._iovecs: list[Any] = []
+        self._growing = threading.Lock()
         self._engine = cast(Any, communicator.engine)
         self._row = row
         self._known: list[tuple[int, int, int, int]] = []
         places = _parameters(entry.general.__func__)
         self._op = places.index("op") if row.reduces else None
         self._root = places.index("root") if row.root else None
-        self._records: Any = None
+        self._records: list[Any] = []
         if row is BARRIER:
             self._known.append((_ANY_DTYPE, 0, 0, self._engine.barrier_plan.address))
         self._write()
@@ -331,15 +332,20 @@ class _Plans:
         return work
 
     def _hold_list(self, number: int) -> None:
-        """Make room for a table of ``number`` tensors, unless an entry may be using the present one."""
-        if number > self._entry().longest_list and not self._state.inside:
-            longest = 1 << number.bit_length()
-            self._iovec = (ctypes.c_int64 * (2 * longest + 1))()
-            self._entry().iovec, self._entry().longest_list = ctypes.addressof(self._iovec), longest
+        """Make room for a table of ``number`` tensors; keep older ones, which other threads may be using."""
+        with self._growing:
+            if number > self._entry().longest_list:
+                longest = 1 << number.bit_length()
+                self._iovecs.append((ctypes.c_int64 * (2 * longest + 1))())
+                self._entry().iovec = ctypes.addressof(self._iovecs[-1])
+                self._entry().longest_list = longest  # last: no entry may take a table for longer than it is
 
     def _write(self) -> None:
         """Put all records where the entry finds them; keep older ones, which may still be read."""
-        known = [PlanRecord(*each) for each in (*self._known, (0, 0, 0, 0))]
-        records = (PlanRecord * len(known))(*known)
-        self._entry().plans = ctypes.addressof(records)
-        self._records = (records, self._records)
+        written = -1
+        while written != len(self._known):  # another thread may have added one, and have written before
+            written = len(self._known)
+            known = [PlanRecord(*each) for each in (*self._known[:written], (0, 0, 0, 0))]
+            records = (PlanRecord * len(known))(*known)
+            self._records.append(records)
+            self._entry().plans = ctypes.addressof(records)

@@ -239,6 +239,8 @@ class PersistentCollective(PersistentOperation):
                         state.general = 1
                         if state.inside:
                             self._queue.await_entry()
+                        if state.started:
+                            self._queue.end_started()  # by another thread, since it was looked at above
                         direct(communicator.timeout_s)
                     finally:
                         state.general = 0
