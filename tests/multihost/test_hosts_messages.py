@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +307,35 @@ def test_a_rank_is_met_when_the_other_has_received_the_hello_of_its_present_conn
     assert not peer.hello_acked
     peer.handle_control(numbered(HELLO_ACK, second))
     assert peer.hello_acked
+
+
+class LockTakenLate:
+    """A lock that does something first, when it is about to be taken."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._first, self._lock = first, threading.RLock()
+
+    def acquire(self, blocking: bool) -> bool:
+        self._first()
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("change", [{"blocked": True}, {"hello_acked": False}], ids=["blocked", "replaced"])
+def test_no_caller_sends_over_a_socket_that_the_transport_has_in_hand(change: dict[str, bool]) -> None:
+    """It had looked before it took the lock: two threads were in one socket of ZeroMQ's, which may crash."""
+    peer: Any = PairConnection(1, EndpointRecord("tcp://127.0.0.1:1", b""))
+    sent: list[object] = []
+    peer.socket, peer.hello_acked = SimpleNamespace(send=lambda frame, _: sent.append(frame)), True
+    peer.post_text(Channel.p2p, 0, b"text")
+    plain, peer._lock = peer._lock, LockTakenLate(lambda: vars(peer).update(change))
+    assert not peer.try_flush()
+    assert not sent
+    peer._lock, peer.blocked, peer.hello_acked = plain, False, True
+    assert peer.try_flush()
+    assert len(sent) == 1
 
 
 def test_who_leaves_waits_for_what_it_has_sent_before_and_not_for_later_pings() -> None:

@@ -170,13 +170,26 @@ class PairConnection:
         with self._lock:
             return any(each.reliable and each.sequence <= last for each in (*self._unconfirmed, *self._queue))
 
+    @property
+    def _is_for_callers(self) -> bool:
+        """Return whether callers may send. What forbids it is set by the holder of the lock.
+
+        A hello comes before all messages.
+        """
+        return not (self.blocked or self._controls) and self.hello_acked
+
     def try_flush(self) -> bool:
         """Send what is queued, if short, on the thread of a caller; return whether all has been sent."""
-        if self.blocked or not self.hello_acked or self._controls:  # a hello comes before all messages
+        if not self._is_for_callers:
             return False
         ended: list[Callable[[], None]] = []
         try:
             if not self._lock.acquire(blocking=False) or self._flushing:
+                return False
+            # Once more, with the lock: since the first look the transport's thread may have found that ZeroMQ
+            # takes no more, and poll the socket now, or have begun to replace it. Two threads in one socket
+            # of ZeroMQ's crash the process.
+            if not self._is_for_callers:
                 return False
             self._flushing = True
             try:
@@ -309,9 +322,10 @@ class PairConnection:
         if self.has_output or self.socket is None:
             return
         with self._lock:
+            blocked = self.blocked
             if self._send(control_frames.ALIVE):
                 self.sent_at = clock
-            self.blocked = False
+            self.blocked = blocked
 
     def accept(self, number: int, connection: IncomingConnection) -> None:
         """Begin to receive over another connection, and drop a message that the last one left incomplete."""
