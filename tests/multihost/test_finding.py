@@ -100,6 +100,11 @@ def test_the_hosts_of_a_subgroup() -> None:
     assert (hosts.members, hosts.names) == (((0, 2), (1,), (3, 4)), ("y", "z", "x"))
     assert hosts.rails == 1
     assert Hosts.decode(hosts.encode()) == hosts
+    assert [Hosts([[0, 1], [2], [3, 4]], ["x", "y", "z"]).on(host) for host in range(3)] == [
+        (0, 1),
+        (2,),
+        (3, 4),
+    ]
     assert Hosts([[0], [2], [1]], ["x", "x", "y"]).names == ("x:0", "y", "x:2")
     sub = hosts.among([4, 0, 3])
     assert (sub.members, sub.names) == (((0, 2), (1,)), ("x", "y"))

@@ -329,6 +329,15 @@ def test_any_rank_answers_a_ping_with_what_it_knows() -> None:
     assert site.startswith(f"{__file__}:")  # where its program is, for the day on which it is silent
 
 
+def test_an_answer_that_comes_too_late_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, link = detector_of([[0], [1]], 0)
+    monkeypatch.setattr(failure_detector, "_ANSWER_SECONDS", 0.0)
+    assert made.ask_what_they_did() == {}
+    question = json.loads(link.said[-1][2])[0]
+    link.receive(1, ControlMessage.answer, question.to_bytes(8, "little") + b"too late")
+    assert made._answers == {}
+
+
 def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_confirmed_it() -> None:
     """Its process may end next, and they would never know why."""
     made, member, link = detector_of([[0], [1]], 0)

@@ -62,9 +62,14 @@ class Hosts:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        ranks = np.argsort(self._table, kind="stable")
-        ends = np.cumsum(np.bincount(self._table))[:-1]
-        return tuple(tuple(part.tolist()) for part in np.split(ranks, ends))
+        return tuple(map(self.on, range(len(self))))
+
+    @cached_property
+    def _by_host(self) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
+        """The ranks, those of each host together, and by host where they end; None: in ascending order."""
+        in_order = bool((self._table[:-1] <= self._table[1:]).all())
+        ranks = None if in_order else np.argsort(self._table, kind="stable")
+        return ranks, np.cumsum(np.bincount(self._table))
 
     def host_at(self, rank: int) -> int:
         """Return the same as ``host_of[rank]``, for callers that need it of one rank only."""
@@ -72,7 +77,9 @@ class Hosts:
 
     def on(self, host: int) -> tuple[int, ...]:
         """Return the ranks on a host, in ascending order."""
-        return tuple(np.flatnonzero(self._table == host).tolist())
+        ranks, ends = self._by_host
+        begin, end = int(ends[host - 1]) if host else 0, int(ends[host])
+        return tuple(range(begin, end) if ranks is None else ranks[begin:end].tolist())
 
     def __len__(self) -> int:
         return len(self.names)

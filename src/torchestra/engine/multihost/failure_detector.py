@@ -101,7 +101,8 @@ class FailureDetector:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._questions = itertools.count(1)
-        self._answers: dict[tuple[int, int], tuple[bytes, float]] = {}  # by question and host: what, and when
+        # By question that waits for answers, and by host: what, and when.
+        self._answers: dict[int, dict[int, tuple[bytes, float]]] = {}
         self.notices = AbortNotices(len(hosts), host, self._contact, self._say_abort, self._say_confirm)
         self._heard_since: set[int] = set()  # hosts, since the group was over
         self._heard_abort = False
@@ -257,8 +258,10 @@ class FailureDetector:
     def _take(self, what: ControlMessage, host: int, source: int, text: bytes, received_at: float) -> None:
         if what == ControlMessage.answer:
             with self._changed:
-                self._answers[int.from_bytes(text[:8], "little"), host] = text[8:], received_at
-                self._changed.notify_all()
+                answers = self._answers.get(int.from_bytes(text[:8], "little"))
+                if answers is not None:  # else it is too late
+                    answers[host] = text[8:], received_at
+                    self._changed.notify_all()
             return
         value = json.loads(text)
         if what in (ControlMessage.ping, ControlMessage.ack):
@@ -419,17 +422,19 @@ class FailureDetector:
         question = next(self._questions)
         contacts = {host: self._contact(host) for host in self._others if not self._has_no_responder(host)}
         contacts_asked = {host: rank for host, rank in contacts.items() if rank is not None}
+        with self._lock:
+            answers = self._answers[question] = {}
         for rank in contacts_asked.values():
             self._say(rank, what, value(question))
         deadline = time.monotonic() + min(self.bound, _ANSWER_SECONDS)
         with self._changed:
-            while any((question, host) not in self._answers for host in contacts_asked):
+            while any(host not in answers for host in contacts_asked):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed.is_set():
                     break
                 self._changed.wait(left)
-            answers = {host: self._answers.pop((question, host), None) for host in contacts_asked}
-        return {host: each for host, each in answers.items() if each is not None}
+            del self._answers[question]
+        return {host: answers[host] for host in contacts_asked if host in answers}
 
     def _answer(self, rank: int, question: int, text: bytes) -> None:
         if self._transport is not None:
