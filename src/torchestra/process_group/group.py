@@ -69,7 +69,6 @@ class ProcessGroup(
         previous_ranks: in a group made by :meth:`shrink`, each rank's number in the group before.
         lost_ranks: the ranks that were lost, by their numbers in the group before.
         generation: how often it has been shrunk or grown.
-        member_ids: by number, the member id, which a rank keeps while the group is shrunk and grown.
         joined_ranks: in a group made by :meth:`grow`, the ranks that were let in.
         successor: the group by which :meth:`shrink` or :meth:`grow` has replaced this one; None before.
         known_as: the program's name for the backend.
@@ -126,7 +125,7 @@ class ProcessGroup(
         self.lost_ranks: tuple[int, ...] = ()
         self.generation = 0
         self._times_made = Counter()
-        self.member_ids: tuple[int, ...] = tuple(range(size))
+        self._member_ids: tuple[int, ...] | None = None
         self.joined_ranks: tuple[int, ...] = ()
         self.admission: GroupAdmission | None = None
         self.successor: ProcessGroup | None = None
@@ -150,6 +149,16 @@ class ProcessGroup(
     def name(self) -> str:
         """The backend's name (torch's word for it)."""
         return self.known_as
+
+    @property
+    def member_ids(self) -> tuple[int, ...]:
+        """Return by number the member id, which a rank keeps while the group is shrunk and grown."""
+        # While it never has been, they are the numbers: 4 MB for 100,000 ranks, which few callers want.
+        return tuple(range(len(self.ranks))) if self._member_ids is None else self._member_ids
+
+    @member_ids.setter
+    def member_ids(self, ids: tuple[int, ...]) -> None:
+        self._member_ids = ids
 
     @property
     def group_name(self) -> str:

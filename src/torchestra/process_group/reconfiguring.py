@@ -186,7 +186,7 @@ class ReconfigureMethods:
     previous_ranks: Sequence[int]
     lost_ranks: tuple[int, ...]
     joined_ranks: tuple[int, ...]
-    member_ids: tuple[int, ...]
+    _member_ids: tuple[int, ...] | None
     reconfiguration: Reconfiguration | None = None
     """What the calls need; None if the group was made with its peers, for good."""
     when_reconfigured: Callable[[Any, Mapping[int, int]], None] | None = None
@@ -301,7 +301,7 @@ class ReconfigureMethods:
         self.previous_ranks = made.previous
         self.joined_ranks = tuple(rank for rank, before in enumerate(made.previous) if before < 0)
         self.lost_ranks = made.lost
-        self.member_ids, self.generation = tuple(range(size)), 0
+        self._member_ids, self.generation = None, 0
         if self.when_reconfigured is not None:
             numbers = {before: now for now, before in enumerate(made.previous) if before >= 0}
             self.when_reconfigured(self, numbers)
