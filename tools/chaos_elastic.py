@@ -45,7 +45,7 @@ from typing import Any
 
 from torchestra.errors import DistError
 from torchestra.launcher.membership_file import read_membership
-from torchestra.store.replicated.server import parse_addresses
+from torchestra.store.replicated.addresses import Addresses
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.tcp.protocol import Request
 
@@ -175,7 +175,7 @@ def _command_line(entry: Path, tag: str) -> str:
 
 def takes_part(address: str, secret: str) -> bool:
     """Return whether a replica of a store is its primary, or knows which is: it has the state then."""
-    pool = SessionPool(parse_addresses([address]), secret.encode(), "chaos")
+    pool = SessionPool(Addresses([address]), secret.encode(), "chaos")
     try:
         pool.request(Request.CHECK, [], 0.0, 0.0)
     except DistError as error:

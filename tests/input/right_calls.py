@@ -348,6 +348,8 @@ STORE_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "block": lambda: False,
     "world_size": lambda: 1,
     "timeout": lambda: 5,
+    "address": lambda: "127.0.0.1:1",
+    "silent": lambda: 5,
 }
 
 

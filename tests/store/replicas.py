@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchestra.store import ReplicatedStore, StoreReplica
-from torchestra.store.base import Store
+from torchestra.store.base import Store, pauses
 
 
 def listeners(count: int) -> tuple[list[socket.socket], list[str]]:
@@ -32,10 +32,12 @@ def replicas_here(count: int, secret: str | None = None) -> Iterator[tuple[list[
             replica.close()
 
 
-def serve(index: int, addresses: list[str], listener: socket.socket | None, recovering: bool) -> None:
+def serve(
+    index: int, addresses: Sequence[str], listener: socket.socket | None, recovering: bool, generation: int
+) -> None:
     """The life of a process that serves a replica."""
     fd = None if listener is None else listener.detach()
-    StoreReplica(index, addresses, listen_fd=fd, recovering=recovering)
+    StoreReplica(index, addresses, listen_fd=fd, recovering=recovering, generation=generation)
     multiprocessing.Event().wait()
 
 
@@ -45,24 +47,26 @@ class ReplicaProcesses:
     def __init__(self, count: int) -> None:
         self._context = multiprocessing.get_context("fork")
         self._sockets, self.addresses = listeners(count)
+        self.former: list[multiprocessing.process.BaseProcess] = []  # those that were replaced
         self.processes = [self._start(index, self._sockets[index], False) for index in range(count)]
         for each in self._sockets:
             each.close()
 
     def _start(
-        self, index: int, listener: socket.socket | None, recovering: bool
+        self, index: int, listener: socket.socket | None, recovering: bool, generation: int = 0
     ) -> multiprocessing.process.BaseProcess:
+        arguments = (index, listener, recovering, generation)
         process = self._context.Process(
-            target=self._serve, args=(index, listener, recovering), name=f"replica-{index}", daemon=True
+            target=self._serve, args=arguments, name=f"replica-{index}", daemon=True
         )
         process.start()
         return process
 
-    def _serve(self, index: int, listener: socket.socket | None, recovering: bool) -> None:
+    def _serve(self, index: int, listener: socket.socket | None, recovering: bool, generation: int) -> None:
         for each in self._sockets:
             if each is not listener:
                 each.close()
-        serve(index, self.addresses, listener, recovering)
+        serve(index, self.addresses, listener, recovering, generation)
 
     def kill(self, index: int) -> None:
         """Kill a replica's process, as ``kill -9`` does."""
@@ -73,9 +77,24 @@ class ReplicaProcesses:
         """Start a killed replica again, without what it held."""
         self.processes[index] = self._start(index, None, True)
 
+    def replace(self, store: ReplicatedStore) -> int:
+        """Serve a lost replica at another address, when the store says that one is; return which."""
+        (listener,), (address,) = listeners(1)
+        for _ in pauses(60.0):
+            if (lost := store.replace_lost(address, 0.0)) is not None:
+                break
+        else:
+            raise AssertionError("no replica is taken for lost")
+        self.addresses = list(lost.addresses)
+        self.former.append(self.processes[lost.index])
+        self.processes[lost.index] = self._start(lost.index, listener, True, lost.generation)
+        listener.close()
+        return lost.index
+
     def close(self) -> None:
-        for index in range(len(self.processes)):
-            self.kill(index)
+        for process in (*self.processes, *self.former):
+            process.kill()
+            process.join()
 
 
 class StoreWithReplicas(ReplicatedStore):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from replicas import ReplicaProcesses, replicas_here
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, ReplicatedStore, StoreReplica
+from torchestra.store.base import pauses
 from torchestra.store.replicated import server, sessions
-from torchestra.store.replicated.server import parse_addresses
+from torchestra.store.replicated.addresses import Addresses
+from torchestra.store.replicated.client import LostReplica
 from torchestra.store.tcp.protocol import Request
 
 LONG = 30.0
@@ -123,6 +128,105 @@ def test_primaries_are_killed_while_clients_add_append_and_swap(processes: Repli
     store.close()
 
 
+@pytest.fixture
+def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let half a second of silence be enough to replace a replica."""
+    monkeypatch.setattr(server, "VIEW_CHANGE_TIMEOUT_S", 0.5)
+
+
+@pytest.mark.usefixtures("soon_lost")
+def test_replicas_are_lost_one_after_another_and_others_take_their_places() -> None:
+    """All with which the store began are lost at last: clients find those that are there now."""
+    processes, ended = ReplicaProcesses(3), threading.Event()
+    store = ReplicatedStore(processes.addresses, LONG)
+    with contextlib.closing(processes), ThreadPoolExecutor(2) as threads:
+        acting = [
+            threads.submit(act, processes.addresses, client, lambda: not ended.is_set())
+            for client in range(2)
+        ]
+        try:
+            for victim in (0, 2, 1, 0):
+                goal = store.add("sum", 0) + 40
+                while store.add("sum", 0) < goal:
+                    assert not any(each.done() for each in acting)
+                processes.kill(victim)
+                assert processes.replace(store) == victim
+                await_replicas(processes)
+        finally:
+            ended.set()
+        results = [each.result(LONG) for each in acting]
+        sums = sorted(total for totals, _ in results for total in totals)
+        assert sums == list(range(1, len(sums) + 1))
+        check_register([swap for _, swaps in results for swap in swaps], store.get("register"))
+        newcomer = ReplicatedStore(processes.addresses, LONG)
+        assert list(newcomer.addresses) == list(store.addresses) == processes.addresses
+        assert newcomer.get("sum") == str(len(sums)).encode()
+
+
+@pytest.mark.usefixtures("soon_lost")
+def test_a_replica_that_was_only_stopped_does_no_harm_when_another_has_its_place(
+    processes: ReplicaProcesses,
+) -> None:
+    store = ReplicatedStore(processes.addresses, LONG)
+    store.set("k", "v")
+    stopped, address = processes.processes[1], processes.addresses[1]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert processes.replace(store) == 1
+    await_replicas(processes)
+    store.set("k", "w")
+    os.kill(stopped.pid, signal.SIGCONT)
+    until = time.monotonic() + LONG
+    while not _is_answered_nothing(address):
+        assert store.get("k") == b"w"
+        assert time.monotonic() < until
+    processes.kill(0)  # the primary: the new one is the next
+    store.set("k", "x")
+    assert ReplicatedStore(processes.addresses, LONG).get("k") == b"x"
+
+
+def _is_answered_nothing(address: str) -> bool:
+    """Return whether a replica that runs has neither a place in the store nor knows the primary."""
+    pool = sessions.SessionPool(Addresses([address]), None, "probe")
+    try:
+        pool.request(Request.CHECK, [], 0.0, 0.0)
+    except DistNetworkError as error:
+        return "knows of no primary" in str(error)
+    finally:
+        pool.close()
+    return False
+
+
+@pytest.mark.usefixtures("soon_lost")
+def test_who_is_heard_is_not_replaced_and_an_address_gets_one_place() -> None:
+    with replicas_here(5) as (served, addresses):
+        store = ReplicatedStore(addresses, LONG)
+        assert store.replace_lost("127.0.0.1:1", 30.0) is None
+        for index in (3, 4):
+            served[index].close()
+        first, second = (_lost(store, f"127.0.0.1:{port}") for port in (1, 2))
+        assert {first.index, second.index} == {3, 4}
+        assert (first.generation, second.generation) == (1, 1)
+        assert store.replace_lost("127.0.0.1:1", 2.0) == replace(first, addresses=store.addresses)
+        assert store.replace_lost("127.0.0.1:3", 30.0) is None
+        with pytest.raises(InvalidArgumentError, match="host:port"):
+            store.replace_lost("nobody", 2.0)
+        store.close()
+
+
+def _lost(store: ReplicatedStore, address: str) -> LostReplica:
+    for _ in pauses(LONG):
+        if (lost := store.replace_lost(address, 0.0)) is not None:
+            return lost
+    raise AssertionError
+
+
+def test_a_generation_is_of_one_that_recovers() -> None:
+    with pytest.raises(InvalidArgumentError, match="generation"):
+        StoreReplica(0, ["127.0.0.1:1"], generation=1)
+    with pytest.raises(InvalidArgumentError, match="generation"):
+        StoreReplica(0, ["127.0.0.1:1"], recovering=True, generation=1 << 15)
+
+
 def await_replicas(processes: ReplicaProcesses) -> None:
     """Wait until all replicas take part: each answers a client, or sends it to the primary."""
     for address in processes.addresses:
@@ -133,12 +237,12 @@ def await_replicas(processes: ReplicaProcesses) -> None:
 
 
 def _takes_part(address: str) -> bool:
-    (only,) = parse_addresses([address])
-    pool = sessions.SessionPool([only], None, "probe")
+    pool = sessions.SessionPool(Addresses([address]), None, "probe")
     try:
         pool.request(Request.CHECK, [], 0.0, 0.0)
     except DistNetworkError as error:
-        return "for the primary" in str(error)
+        told = str(error)  # once one has been replaced, it tells where the others are
+        return "for the primary" in told or "3 addresses, of 1 replicas" in told
     finally:
         pool.close()
     return True

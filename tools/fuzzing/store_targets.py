@@ -22,8 +22,8 @@ from torchestra.store import FileStore, HashStore
 from torchestra.store.filelog import HEADER_SIZE, scan
 from torchestra.store.filelog import encode as encode_record
 from torchestra.store.process import ProcessIdentity
-from torchestra.store.replicated.contents import Contents
-from torchestra.store.replicated.messages import Entry, Kind, Message
+from torchestra.store.replicated.contents import Contents, replacement_fields
+from torchestra.store.replicated.messages import REPLACE, Entry, Kind, Message
 from torchestra.store.replicated.replica import Replica
 from torchestra.store.table import Table
 from torchestra.store.tcp.protocol import Decoder, ProtocolError, Request, encode
@@ -124,6 +124,8 @@ def _replica_messages() -> tuple[bytes, ...]:
         Message(Kind.RECOVERY, 2, 0, (1, 5, 2)),
         Message(Kind.RECOVERY_RESPONSE, 0, 3, (1, 5, 1), 3, 1, 1, (entry,)),
     ]
+    replaced = Entry(code=REPLACE, fields=replacement_fields(2, 1, "h:1"))
+    told.append(Message(Kind.PREPARE, 0, 0, (1, 5, 1), 0, 2, 1, (entry, replaced)))
     alone = [_wire(message.kind, *message.encode()) for message in told]
     return *alone, alone[2] + alone[3], alone[0] + alone[5]
 
@@ -137,6 +139,8 @@ class _Machine:
     def execute(self, op: int, entry: Entry) -> None:
         if entry.number:
             self._contents.change(entry)
+        elif entry.code == REPLACE:
+            self._contents.replace(entry)
 
     def snapshot(self) -> tuple[bytes, ...]:
         return self._contents.snapshot()
@@ -161,6 +165,7 @@ def _contents() -> Contents:
         ((Request.SET, (b"a", b"1")), (Request.PUSH, (b"q", b"x")), (Request.ADD, (b"n", b"3"))), 1
     ):
         contents.change(Entry(b"s" * 16, number, code, fields))
+    contents.replace(Entry(code=REPLACE, fields=replacement_fields(1, 1, "h:1")))
     return contents
 
 

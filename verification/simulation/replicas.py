@@ -5,6 +5,8 @@ The simulation is the network, the clock, the clients, and what crashes. The rep
 one schedule, whoever runs it. Messages are lost, late, repeated and overtaken; replicas are cut off from the
 others, and crash and come back with nothing but their number. As in swarm testing (Groce et al. 2012), a seed
 first draws how often each of these happens, from never to often: rare conjunctions are common in some runs.
+A replica may also be replaced by one on another host while it lives: then it goes on, and of the messages to
+its index some come to it and some to the other one.
 
 Checked: all replicas execute the same entries; each request exactly once; no sum that a client was told is
 forgotten (so reads are linearizable); and once all is repaired, they go on and are alike.
@@ -34,8 +36,8 @@ _COUNTS = (2, 3, 3, 3, 4, 5)
 class Machine:
     """A replica's copy of the store, which checks that all execute the same."""
 
-    def __init__(self, cluster: Cluster, index: int) -> None:
-        self.cluster, self.index = cluster, index
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.table = Table()
         self.contents = Contents(self.table)
 
@@ -43,7 +45,7 @@ class Machine:
         assert self.cluster.committed.setdefault(op, entry) == entry, f"two entries have number {op}"
         code, fields = self.contents.change(entry)
         assert code is Reply.OK
-        self.cluster.answer(self.index, entry, int(fields[0]))
+        self.cluster.answer(self, entry, int(fields[0]))
 
     def snapshot(self) -> tuple[bytes, ...]:
         return self.contents.snapshot()
@@ -59,7 +61,7 @@ class Client:
         self.name = bytes([number]) * 16
         self.number = 1
         self.floor: int | None = None  # the largest sum that anybody was told before this request was made
-        self.asked: set[int] = set()  # the replicas that have the request
+        self.asked: set[Machine] = set()  # those of the replicas that have the request
 
     @property
     def entry(self) -> Entry:
@@ -76,13 +78,15 @@ class Cluster:
         self.clients = [Client(number) for number in range(1, 4)]
         self.now = 0.0
         self.lives = Counter(range(count))
-        self.machines = [Machine(self, index) for index in range(count)]
+        self.machines = [Machine(self) for _ in range(count)]
         self.replicas: list[Replica | None] = [
             Replica(index, count, machine, 1) for index, machine in enumerate(self.machines)
         ]
+        self.replaced: list[tuple[Replica, Machine]] = []  # those that live on
         self.network: list[tuple[int, Message]] = []
         self.cut: set[tuple[int, int]] = set()  # senders and receivers
         self.held: list[tuple[int, Message]] = []  # what comes when the network is repaired
+        self.healed = False
         self.disorder = choices.choice((0.0, 0.1, 0.4, 0.8))
         self.events = self._drawn_events()
 
@@ -99,13 +103,14 @@ class Cluster:
             self._cut: rarely,
             lambda: self.crash(self._any()): rarely,
             lambda: self.restart(self._any()): often,
+            lambda: self.replace(self._any()): rarely,
         }
         return list(weights), [self.choices.choice(each) for each in weights.values()]
 
-    def answer(self, index: int, entry: Entry, total: int) -> None:
+    def answer(self, machine: Machine, entry: Entry, total: int) -> None:
         """A replica has executed an entry: the client hears of it if it has asked there."""
         for client in self.clients:
-            if client.entry == entry and index in client.asked:
+            if client.entry == entry and machine in client.asked:
                 assert client.floor is not None
                 assert total > client.floor, "a sum was forgotten"
                 self.told.append(total)
@@ -124,21 +129,27 @@ class Cluster:
 
     def deliver(self, index: int, *, keep: bool) -> None:
         receiver, message = self.network[index] if keep else self.network.pop(index)
-        if (replica := self.replicas[receiver]) is not None:
+        if (replica := self._life(receiver)[0]) is not None:
             self.send(receiver, replica.on_message(message))
 
+    def _life(self, index: int) -> tuple[Replica | None, Machine]:
+        """Return whom a message to a replica reaches: the latest of this index, or one that was replaced."""
+        lives = [each for each in self.replaced if each[0].index == index]
+        latest = self.replicas[index], self.machines[index]
+        return self.choices.choice([latest, *lives]) if lives and not self.healed else latest
+
     def submit(self, client: Client, index: int) -> None:
-        replica = self.replicas[index]
+        replica, machine = self._life(index)
         if replica is not None and replica.is_primary:
             client.floor = max(self.told, default=0) if client.floor is None else client.floor
-            client.asked.add(index)
+            client.asked.add(machine)
             self.send(index, replica.submit(client.entry))
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        for index, replica in enumerate(self.replicas):
+        for replica in (*self.replicas, *(replica for replica, _ in self.replaced)):
             if replica is not None:
-                self.send(index, replica.on_tick(self.now))
+                self.send(replica.index, replica.on_tick(self.now))
 
     def down(self) -> int:
         """How many replicas know nothing now."""
@@ -148,7 +159,7 @@ class Cluster:
         if self.replicas[index] is not None and self.down() < self.count - (self.count // 2 + 1):
             self.replicas[index] = None
             for client in self.clients:
-                client.asked.discard(index)
+                client.asked.discard(self.machines[index])
             for other, replica in enumerate(self.replicas):
                 if replica is not None and self.choices.random() < 0.5:
                     self.send(other, replica.on_disconnect(index))
@@ -156,10 +167,19 @@ class Cluster:
     def restart(self, index: int) -> None:
         if self.replicas[index] is None:
             self.lives[index] += 1
-            self.machines[index] = Machine(self, index)
+            self.machines[index] = Machine(self)
             self.replicas[index] = Replica(
                 index, self.count, self.machines[index], 1 + self.lives[index], recovering=True, now=self.now
             )
+
+    def replace(self, index: int) -> None:
+        """Let another host take the place of a replica, which goes on: it was only thought to be lost."""
+        replica = self.replicas[index]
+        is_spare = self.down() < self.count - (self.count // 2 + 1)
+        if replica is not None and replica.status is not Status.RECOVERING and is_spare:
+            self.replaced.append((replica, self.machines[index]))
+            self.replicas[index] = None
+            self.restart(index)
 
     def step(self) -> None:
         """Let one thing happen."""
@@ -215,7 +235,7 @@ class Cluster:
 
     def heal(self) -> None:
         """Repair everything; the replicas must then agree and go on within some seconds."""
-        self.cut = set()
+        self.cut, self.healed = set(), True
         for index in range(self.count):
             self.restart(index)
         for client in self.clients:
@@ -311,6 +331,11 @@ def _take_the_own_log_for_the_best(self: Replica) -> Message | None:
     return None if best is None else self._votes[self.index]
 
 
+def _count_earlier_lives(self: Replica, incarnations: Sequence[int]) -> None:
+    """Take an old incarnation for as good as a new one: votes and acknowledgements of before still count."""
+    self.incarnations = list(map(max, self.incarnations, incarnations))
+
+
 def _vote_at_once(self: Replica) -> None:
     with mock.patch.object(self, "_started", set(range(self.count))):
         _vote(self)
@@ -319,11 +344,16 @@ def _vote_at_once(self: Replica) -> None:
 _on_prepare, _best_vote, _vote = Replica._on_prepare, Replica._best_vote, Replica._vote
 
 HARMFUL: dict[str, tuple[int, str, Callable[..., object]]] = {
-    "commit what one has": (1, "_commit_what_a_majority_has", _commit_what_one_has),
-    "recover from the primary alone": (774, "_on_recovery_response", _recover_from_the_primary_alone),
-    "take an old PREPARE in a view change": (582, "_on_prepare", _take_an_old_prepare_in_a_view_change),
-    "take an old PREPARE as one of this view": (205, "_on_prepare", _take_an_old_prepare_as_one_of_this_view),
-    "take the own log for the best": (15, "_best_vote", _take_the_own_log_for_the_best),
+    "commit what one has": (11, "_commit_what_a_majority_has", _commit_what_one_has),
+    "recover from the primary alone": (10602, "_on_recovery_response", _recover_from_the_primary_alone),
+    "take an old PREPARE in a view change": (594, "_on_prepare", _take_an_old_prepare_in_a_view_change),
+    "take an old PREPARE as one of this view": (
+        1838,
+        "_on_prepare",
+        _take_an_old_prepare_as_one_of_this_view,
+    ),
+    "count what a replica's earlier lives have said": (3, "_note_incarnations", _count_earlier_lives),
+    "take the own log for the best": (0, "_best_vote", _take_the_own_log_for_the_best),
 }
 """The first seed that finds it, which method of Replica is replaced, by what."""
 

@@ -7,7 +7,7 @@ from torchestra.store.fake import FakeStore
 from torchestra.store.file import FileStore
 from torchestra.store.hash import HashStore
 from torchestra.store.prefix import PrefixStore
-from torchestra.store.replicated import ReplicatedStore, StoreReplica
+from torchestra.store.replicated import LostReplica, ReplicatedStore, StoreReplica
 from torchestra.store.tcp import TCPStore, TCPStoreServer
 
 # Imported before users of stores register their exit handlers, so that its own runs after theirs.
@@ -18,6 +18,7 @@ __all__ = [
     "FakeStore",
     "FileStore",
     "HashStore",
+    "LostReplica",
     "PrefixStore",
     "ReplicatedStore",
     "Store",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.store.replicated.client import ReplicatedStore
+from torchestra.store.replicated.client import LostReplica, ReplicatedStore
 from torchestra.store.replicated.server import StoreReplica
 
-__all__ = ["ReplicatedStore", "StoreReplica"]
+__all__ = ["LostReplica", "ReplicatedStore", "StoreReplica"]

@@ -6,18 +6,35 @@ import copy
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import QueueEmptyError, StoreTimeoutError
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT, Store, interruptible_sleep, missing_keys_error
-from torchestra.store.replicated.server import parse_addresses
+from torchestra.store.replicated.addresses import Addresses, parse_address
+from torchestra.store.replicated.messages import REPLACE
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.secret import Secret, job_secret
-from torchestra.store.tcp.client_store import ClientStore
-from torchestra.store.tcp.protocol import Request
+from torchestra.store.tcp.client_store import ClientStore, invalid_reply, milliseconds
+from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, number
 from torchestra.types import Timeout
 
 _BESIDE_A_VALUE_S = 0.02
+
+
+@dataclass(frozen=True)
+class LostReplica:
+    """A replica that is to be replaced, and what to give the :class:`StoreReplica` that does it.
+
+    Attributes:
+        index: which one.
+        addresses: where all replicas listen now; this one's is the new one.
+        generation: how often it has been replaced, counting this time.
+    """
+
+    index: int
+    addresses: tuple[str, ...]
+    generation: int
 
 
 @checked_methods
@@ -55,7 +72,7 @@ class ReplicatedStore(ClientStore):
     ) -> None:
         self.set_timeout(timeout)
         self._secret = job_secret(secret)
-        self._addresses = parse_addresses(addresses)
+        self._addresses = Addresses(addresses)
         self._begin()
         try:
             self._pool.request(Request.CHECK, [], 0.0, self.timeout.total_seconds())
@@ -69,7 +86,7 @@ class ReplicatedStore(ClientStore):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Return where the replicas listen, by index."""
+        """Return where the replicas listen, by index, as far as this process has heard."""
         return tuple(map(str, self._addresses))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -89,6 +106,31 @@ class ReplicatedStore(ClientStore):
                 raise missing_keys_error(self, [key], timeout_s)
             if self.queue_len(key) == 0:  # another was quicker, or a value of that name ended the wait
                 interruptible_sleep(_BESIDE_A_VALUE_S)
+
+    def replace_lost(self, address: str, silent: Timeout) -> LostReplica | None:
+        """Ask to replace a replica that has been silent for long; None if there is none.
+
+        Whoever is told of one serves it from then on, recovering; until that has the state from the others,
+        one loss less can be borne. It does no harm to ask again with the same address.
+
+        Args:
+            address: where the caller is going to serve it, as ``host:port``.
+            silent: for how long at least the primary has not heard it; two seconds at least.
+
+        Raises:
+            DistNetworkError: there is no majority.
+            InvalidArgumentError: the address is not ``host:port``.
+        """
+        fields = [str(parse_address(address)).encode(), milliseconds(self._seconds(silent))]
+        code, told = self._pool.request(REPLACE, fields, self._seconds(None))
+        if code == Reply.EMPTY:
+            return None
+        told = self._fields(code, told, 3 + len(self._addresses))
+        self._pool.note_addresses(told[2:])
+        try:
+            return LostReplica(number(told[0]), tuple(each.decode() for each in told[3:]), number(told[1]))
+        except (ProtocolError, UnicodeDecodeError) as error:
+            raise invalid_reply(self, str(error)) from None
 
     def clone(self) -> Store:
         """Return a client of the same replicas, with its own time-out and connections."""

@@ -39,6 +39,17 @@ tell. But n - q + 1 others (q is a majority) have answered R's recovery in the o
 among the other q - 1 voters, for there are n - 1 others in all. It answered before it voted, so its vote
 bears R's later life (as do those of later lives of its own: the answers to two recoveries have a replica in
 common), and R's old vote is not counted. The wait remains because with it fewer view changes collide.
+
+A replica may be *replaced* by one on another host, though nobody can know whether it is lost or only cut
+off. That is the recovery of the same replica: the new one has its index, a greater incarnation, and nothing
+else. An old one that lives does no harm. Every message of the new one bears its incarnation, and so does all
+that is sent by whoever has taken such a message, or one of these; an old one that takes one does nothing any
+more. So among replicas nothing that the old one does is a consequence of what the new one has done: each run
+has the same messages as one in which the old one had crashed before the new one began, and in which clients
+asked at other times. In that run all logs agree, and so they do here. Nor is a client told of less than
+others were told before it asked: its request would have to stand in the log before theirs, but it was
+appended after they had been committed. :meth:`Replica.lost` tells the primary which replica may be replaced;
+the rest is in server.py.
 """
 
 from __future__ import annotations
@@ -167,6 +178,16 @@ class Replica:
             for other in range(self.count)
             if other != self.index and self._now - self._heard[other] > VIEW_CHANGE_TIMEOUT_S
         ]
+
+    def lost(self, silent_s: float) -> int | None:
+        """Return a replica that the primary has not heard for longer than a time; None if there is none."""
+        heard = {other: self._heard[other] for other in range(self.count) if other != self.index}
+        other = min(heard, key=lambda each: heard[each], default=None)
+        return other if other is not None and self._now - heard[other] > silent_s else None
+
+    def expect(self, replica: int) -> None:
+        """Count a replica's silence from now on: another one is about to take its place."""
+        self._heard[replica] = self._now
 
     @property
     def is_cut_off(self) -> bool:
@@ -313,6 +334,7 @@ class Replica:
     def _start_view(self) -> None:
         committed = max(vote.commit for vote in self._votes.values())
         self._become_normal(self.view)
+        self._heard = [self._now] * self.count  # who was no primary has not heard them all
         self._execute_to(committed)
         self._broadcast(Kind.PREPARE)
         self._commit_what_a_majority_has()

@@ -13,6 +13,17 @@ elsewhere; a client repeats there what it asked, and what has been executed is n
 
 Two replicas have two connections, one from each side, on which only the side that made it sends. The kernel
 closes them with a process, so a death is noticed at once.
+
+A lost replica is *replaced* by one at another address, which recovers as one that was restarted would
+(replica.py tells why that is right even if the old one lives). A client asks for that: it names the address
+where it is going to serve, and how long a replica must have been silent. The primary chooses which, and the
+log carries its index, its *generation* (how often it has been replaced, counting this time) and the address.
+Of several that ask at once the first in the log gets it, for the generation must be the next one. As the
+entry must be committed, a majority without the lost one lived a moment ago. The generation is the upper part
+of the new one's incarnation, so that this is greater than all earlier ones, whatever the hosts' clocks say.
+
+Each replica connects to the new address when it executes the entry. A client learns of it with its next
+request: the first one on a connection after a change is answered by a REDIRECT that has all addresses.
 """
 
 from __future__ import annotations
@@ -28,9 +39,18 @@ from collections.abc import Sequence
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError
 from torchestra.store.base import check_integer
-from torchestra.store.replicated.contents import READS, Contents
-from torchestra.store.replicated.messages import KINDS, MAX_REQUEST, SESSION_BYTES, SUBMIT, Entry, Message
-from torchestra.store.replicated.replica import HEARTBEAT_S, Messages, Replica
+from torchestra.store.replicated.addresses import parse_address, parse_addresses
+from torchestra.store.replicated.contents import READS, UNNUMBERED, Contents, replacement_fields
+from torchestra.store.replicated.messages import (
+    KINDS,
+    MAX_REQUEST,
+    REPLACE,
+    SESSION_BYTES,
+    SUBMIT,
+    Entry,
+    Message,
+)
+from torchestra.store.replicated.replica import HEARTBEAT_S, VIEW_CHANGE_TIMEOUT_S, Messages, Replica
 from torchestra.store.secret import Secret
 from torchestra.store.table import PendingWait
 from torchestra.store.tcp.address import Address
@@ -46,7 +66,9 @@ _DIAL_SECONDS = 2.0
 _BETWEEN_DIALS_S = 0.1
 _MAX_UNSENT = 10_000
 _PARKED_SECONDS = 3600.0
-_CODES = frozenset(Request)
+_CODES = frozenset(Request) | {REPLACE}
+_GENERATION_BITS = 48
+_CLOCK_BITS = 14  # of the time in ns, those that are left out: 16 µs, and there is room until the year 2116
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +97,8 @@ class StoreReplica(TCPStoreServer):
             listens at its own address.
         recovering: this replica was served before, by a process that has ended, perhaps with the same
             address. It takes part again when it has the state from the others, of which a majority must live.
+        generation: how often this replica has been replaced by one at another address, as
+            :meth:`ReplicatedStore.replace_lost` has told.
 
     Raises:
         DistNetworkError, InvalidArgumentError: as for :class:`~torchestra.store.TCPStoreServer`.
@@ -88,6 +112,7 @@ class StoreReplica(TCPStoreServer):
         secret: Secret = None,
         listen_fd: int | None = None,
         recovering: bool = False,
+        generation: int = 0,
     ) -> None:
         self._replicas = parse_addresses(addresses)
         index = check_integer("index", index)
@@ -95,19 +120,27 @@ class StoreReplica(TCPStoreServer):
             raise InvalidArgumentError(
                 f"StoreReplica: `index` must be from 0 to {len(self._replicas) - 1}, got {index}"
             )
-        self._index, self._recovering = index, recovering
+        generation = check_integer("generation", generation)
+        if not 0 <= generation < 1 << 63 - _GENERATION_BITS or (generation and not recovering):
+            raise InvalidArgumentError(
+                "StoreReplica: `generation` must be what replace_lost has told, and 0 unless `recovering`,"
+                f" got {generation}"
+            )
+        self._index, self._recovering, self._generation = index, recovering, generation
         self._clock = RunningClock()
         self._links: dict[int, Peer] = {}
         self._indices: dict[Peer, int] = {}  # of the other replicas, by the connections they have made
-        self._dialed: deque[tuple[int, socket.socket]] = deque()
+        self._dialed: deque[tuple[int, Address, socket.socket]] = deque()
+        self._version = 0  # of the addresses: how many replicas have been replaced
+        self._told: dict[Peer, int] = {}  # by client, of which version the addresses are that it was told
         self._lost = {other: threading.Event() for other in range(len(self._replicas)) if other != index}
         self._proposals: dict[int, _Proposal] = {}
         self._served = False
-        own = self._replicas[index]
+        self._own = own = self._replicas[index]
         super().__init__(own.host, own.port, secret=secret, listen_fd=listen_fd)
         for other, lost in self._lost.items():
             lost.set()
-            name = f"{self!r} to {self._replicas[other]}"
+            name = f"{self!r} to {other}"
             threading.Thread(target=self._dial, args=(other,), name=name, daemon=True).start()
 
     def close(self) -> None:
@@ -117,7 +150,7 @@ class StoreReplica(TCPStoreServer):
             lost.set()  # so that the threads that connect see it
 
     def __repr__(self) -> str:
-        return f"StoreReplica({self._index} of {len(self._replicas)} at {self._replicas[self._index]})"
+        return f"StoreReplica({self._index} of {len(self._replicas)} at {self._own})"
 
     def _serve(self) -> None:
         self._contents = Contents(self._table)
@@ -125,7 +158,7 @@ class StoreReplica(TCPStoreServer):
             self._index,
             len(self._replicas),
             self,
-            time.time_ns(),
+            (self._generation << _GENERATION_BITS) | (time.time_ns() >> _CLOCK_BITS),
             recovering=self._recovering,
             now=self._clock.elapsed(),
         )
@@ -135,12 +168,19 @@ class StoreReplica(TCPStoreServer):
 
     def execute(self, op: int, entry: Entry) -> None:
         """Carry out an entry of the log, and answer the client whose request it is."""
-        outcome: Outcome | Waiting | None = self._contents.change(entry) if entry.number else None
+        outcome: Outcome | Waiting | None = None
+        if entry.number:
+            outcome = self._contents.change(entry)
+        elif entry.code == REPLACE:
+            self._contents.replace(entry)
+            self._follow_replacements()
         proposal = self._proposals.pop(op, None)
         if proposal is None:
             return
         if proposal.entry is not entry:
             outcome = self._redirect()
+        elif entry.code == REPLACE:
+            outcome = self._replacement(proposal.fields[0].decode())
         elif outcome is None and not proposal.peer.closed:
             outcome = self._contents.read(proposal.code, proposal.fields, self._waking(proposal.peer))
         if outcome is not None:
@@ -156,6 +196,7 @@ class StoreReplica(TCPStoreServer):
         """Hold what another replica's snapshot does."""
         self._redirect_clients()
         self._contents.restore(snapshot)
+        self._follow_replacements()
 
     # -- clients
 
@@ -169,16 +210,25 @@ class StoreReplica(TCPStoreServer):
             raise ProtocolError(f"there is no request {code} of a replica")
         if not self._replica.is_primary or self._replica.is_cut_off:
             return self._redirect()
+        if self._told.get(peer, 0) < self._version:
+            self._told[peer] = self._version
+            return Reply.REDIRECT, [str(self._index).encode(), *self._addresses()]
         return self._propose(peer, fields[0], number(fields[1]), number(fields[2]), fields[3:])
 
     def _propose(
         self, peer: Peer, session: bytes, turn: int, code: int, fields: Sequence[bytes]
     ) -> Outcome | Waiting:
-        if code not in _CODES or (turn == 0) != (code in READS) or not 0 <= turn < 1 << 63:
+        if code not in _CODES or (turn == 0) != (code in UNNUMBERED) or not 0 <= turn < 1 << 63:
             raise ProtocolError(f"request {code} with number {turn}")
         if sum(map(len, fields)) > MAX_REQUEST:
             raise ProtocolError(f"a request of more than {MAX_REQUEST} bytes")
-        entry = Entry() if code in READS else Entry(session, turn, code, tuple(fields))
+        if code == REPLACE:
+            replacing = self._replacing(fields)
+            if not isinstance(replacing, Entry):
+                return replacing
+            entry = replacing
+        else:
+            entry = Entry() if code in READS else Entry(session, turn, code, tuple(fields))
         proposal = _Proposal(peer, entry, code, fields)
         self._proposals[self._replica.op + 1] = proposal
         self._after(self._replica.submit(entry))
@@ -190,7 +240,10 @@ class StoreReplica(TCPStoreServer):
         """Return the reply that sends a client to the primary, or to look for one."""
         replica = self._replica
         is_known = replica.is_normal and not replica.is_cut_off and replica.primary != self._index
-        return Reply.REDIRECT, [str(replica.primary).encode()] if is_known else []
+        named = str(replica.primary).encode() if is_known else b""
+        if replica.is_normal and self._version:
+            return Reply.REDIRECT, [named, *self._addresses()]
+        return Reply.REDIRECT, [named] if named else []
 
     def _redirect_clients(self) -> None:
         self._proposals.clear()
@@ -199,6 +252,46 @@ class StoreReplica(TCPStoreServer):
             if peer.wait is not None:
                 self._table.cancel(peer.wait)
                 self._woken.append((peer, self._redirect()))
+
+    # -- replicas that are replaced
+
+    def _replacing(self, fields: Sequence[bytes]) -> Entry | Outcome:
+        """Return the entry by which a lost replica is replaced; or the answer, if none needs to be."""
+        if len(fields) != 2:
+            raise ProtocolError(f"a replacement with {len(fields)} fields")
+        try:
+            address = str(parse_address(fields[0].decode()))
+        except (InvalidArgumentError, UnicodeDecodeError) as error:
+            raise ProtocolError(str(error)) from None
+        answer = self._replacement(address)
+        silent_s = max(VIEW_CHANGE_TIMEOUT_S, number(fields[1]) / 1000)
+        if answer[0] is Reply.OK or (index := self._replica.lost(silent_s)) is None:
+            return answer
+        generation = self._contents.replacements.get(index, (0, ""))[0] + 1
+        return Entry(code=REPLACE, fields=replacement_fields(index, generation, address))
+
+    def _replacement(self, address: str) -> Outcome:
+        """Tell which replica is to be at an address, and of which generation; that none is, if so."""
+        for index, (generation, text) in self._contents.replacements.items():
+            if parse_address(text) == parse_address(address):
+                head = str(index).encode(), str(generation).encode()
+                return Reply.OK, [*head, *self._addresses()]
+        return Reply.EMPTY, []
+
+    def _addresses(self) -> list[bytes]:
+        """Return the version of the addresses, and these."""
+        return [str(self._version).encode(), *(str(each).encode() for each in self._replicas)]
+
+    def _follow_replacements(self) -> None:
+        """Turn to those that have replaced others."""
+        replacements = self._contents.replacements
+        self._version = sum(generation for generation, _ in replacements.values())
+        for index, (_, text) in replacements.items():
+            if index < len(self._replicas) and self._replicas[index] != (address := parse_address(text)):
+                self._replicas[index] = address
+                self._replica.expect(index)
+                if (link := self._links.get(index)) is not None:
+                    self._drop(link)
 
     # -- the other replicas
 
@@ -232,6 +325,7 @@ class StoreReplica(TCPStoreServer):
 
     def _drop(self, peer: Peer) -> None:
         super()._drop(peer)
+        self._told.pop(peer, None)
         for other, link in list(self._links.items()):
             if link is peer:
                 del self._links[other]
@@ -239,8 +333,12 @@ class StoreReplica(TCPStoreServer):
         if (index := self._indices.pop(peer, None)) is not None:
             self._after(self._replica.on_disconnect(index))
 
-    def _link(self, other: int, connection: socket.socket) -> None:
-        """Use a connection to another replica from now on."""
+    def _link(self, other: int, address: Address, connection: socket.socket) -> None:
+        """Use a connection to another replica from now on, unless that has been replaced."""
+        if address != self._replicas[other]:
+            connection.close()
+            self._lost[other].set()
+            return
         link = Peer(connection, None)
         link.stage, link.own = Stage.READY, True
         try:
@@ -258,11 +356,11 @@ class StoreReplica(TCPStoreServer):
         Of this thread and the one that serves, one closes a connection that comes too late: the server ends
         before it closes those dialed, and this thread looks for that end after it has added one.
         """
-        address, lost = self._replicas[other], self._lost[other]
-        warned = False
+        lost, warned = self._lost[other], False
         while not self._closing:
             if not lost.wait(1.0) or self._closing:
                 continue
+            address = self._replicas[other]
             try:
                 connection = Connection(address, self._secret, time.monotonic() + _DIAL_SECONDS)
             except OSError:
@@ -275,7 +373,7 @@ class StoreReplica(TCPStoreServer):
                 time.sleep(_DIAL_SECONDS)
                 continue
             lost.clear()
-            self._dialed.append((other, connection.detach()))
+            self._dialed.append((other, address, connection.detach()))
             if self._closing:
                 self._close_dialed()
             with contextlib.suppress(OSError):
@@ -288,27 +386,8 @@ class StoreReplica(TCPStoreServer):
     def _close_dialed(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
-                self._dialed.popleft()[1].close()
+                self._dialed.popleft()[2].close()
 
 
 def _nothing() -> None:
     pass
-
-
-def parse_addresses(addresses: Sequence[str]) -> list[Address]:
-    """Return the addresses of replicas, each given as ``host:port``.
-
-    Raises:
-        InvalidArgumentError: there are none, one is twice there, or one is no address.
-    """
-    if isinstance(addresses, str) or not addresses:
-        raise InvalidArgumentError(f"replicas are given as a list of host:port, got {addresses!r}")
-    parsed = []
-    for text in addresses:
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal():
-            raise InvalidArgumentError(f"the address of a replica must be host:port, got {text!r}")
-        parsed.append(Address.checked(host.strip("[]"), int(port), listening=False))
-    if len(set(parsed)) < len(parsed):
-        raise InvalidArgumentError(f"every replica needs an address of its own, got {list(addresses)}")
-    return parsed

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from torchestra.errors import DistNetworkError, DistStoreError, InvalidArgumentError
 from torchestra.store.base import interruptible_sleep
-from torchestra.store.replicated.contents import READS
+from torchestra.store.replicated.addresses import Addresses
+from torchestra.store.replicated.contents import UNNUMBERED
 from torchestra.store.replicated.messages import MAX_REQUEST, SESSION_BYTES, SUBMIT
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.client_store import invalid_reply
@@ -42,12 +43,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 class Session:
     """One session: its name, the number of its last request, and its connection to some replica."""
 
-    __slots__ = ("connection", "name", "number", "replica")
+    __slots__ = ("address", "connection", "name", "number", "replica")
 
     def __init__(self) -> None:
         self.name = secrets.token_bytes(SESSION_BYTES)
         self.number = 0
         self.replica = 0
+        self.address: Address | None = None
         self.connection: Connection | None = None
 
     def disconnect(self) -> None:
@@ -60,12 +62,12 @@ class SessionPool:
     """Sends requests from any thread. Connects when first needed.
 
     Args:
-        addresses: where the replicas listen.
+        addresses: where the replicas listen, as this process knows.
         secret: all prove that they know it.
         name: of the store, for messages.
     """
 
-    def __init__(self, addresses: Sequence[Address], secret: bytes | None, name: str) -> None:
+    def __init__(self, addresses: Addresses, secret: bytes | None, name: str) -> None:
         self._addresses, self._secret, self._name = addresses, secret, name
         self._primary = 0  # a guess
         self._lock = threading.Lock()
@@ -75,7 +77,7 @@ class SessionPool:
         forget_in_children(self)
 
     def request(
-        self, code: Request, fields: Sequence[bytes], timeout_s: float, primary_timeout_s: float | None = None
+        self, code: int, fields: Sequence[bytes], timeout_s: float, primary_timeout_s: float | None = None
     ) -> tuple[int, list[bytes]]:
         """Return the reply to a request.
 
@@ -149,10 +151,10 @@ class SessionPool:
 
     def connect(self, session: Session) -> Connection:
         """Return the session's connection to the supposed primary, made anew if need be."""
-        if session.connection is None or session.replica != self._primary:
+        primary, address = self._primary, self._addresses[self._primary]
+        if session.connection is None or session.replica != primary or session.address != address:
             session.disconnect()
-            session.replica = self._primary
-            address = self._addresses[session.replica]
+            session.replica, session.address = primary, address
             session.connection = Connection(address, self._secret, time.monotonic() + _DIAL_SECONDS)
         return session.connection
 
@@ -162,6 +164,13 @@ class SessionPool:
             self._primary = primary
         elif self._primary == replica:
             self._primary = (replica + 1) % len(self._addresses)
+
+    def note_addresses(self, told: Sequence[bytes]) -> None:
+        """Note where the replicas are now: a version, and their addresses."""
+        try:
+            self._addresses.update(number(told[0]), [each.decode() for each in told[1:]])
+        except (ProtocolError, UnicodeDecodeError, InvalidArgumentError) as error:
+            raise self.invalid(f"addresses: {error}") from None
 
     def no_primary_error(self, states: dict[int, str], waited_s: float) -> DistNetworkError:
         """Return the error that tells what is the matter with which replica."""
@@ -191,7 +200,7 @@ class _Exchange:
         self,
         pool: SessionPool,
         session: Session,
-        code: Request,
+        code: int,
         fields: Sequence[bytes],
         timeout_s: float,
         primary_timeout_s: float,
@@ -199,7 +208,7 @@ class _Exchange:
         self._pool, self._session = pool, session
         self._code, self._fields = code, fields
         self._primary_timeout_s = primary_timeout_s
-        self._number = 0 if code in READS else session.number + 1
+        self._number = 0 if code in UNNUMBERED else session.number + 1
         self._until = time.monotonic() + timeout_s
         self._lost_at: float | None = None
         self._pause = _FIRST_PAUSE
@@ -247,7 +256,9 @@ class _Exchange:
         replica = self._session.replica
         self._states[replica] = "knows of no primary: it does not hear from a majority"
         primary = None
-        if named:
+        if len(named) > 1:
+            self._pool.note_addresses(named[1:])
+        if named and named[0]:
             with contextlib.suppress(ProtocolError):
                 primary = number(named[0])
                 self._states[replica] = f"takes replica {primary} for the primary"
