@@ -6,6 +6,7 @@ do.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,10 +19,15 @@ from pathlib import Path
 import pytest
 from test_nodes import LIMIT_S, ended, free_address
 
+from torchestra.errors import DistNetworkError
 from torchestra.launcher.launcher_rendezvous import parse_rendezvous
 from torchestra.launcher.node_ranks import NodeRanks, later_launchers
+from torchestra.launcher.node_records import replicas_of
 from torchestra.store import HashStore, PrefixStore, TCPStore
 from torchestra.store.base import pauses
+from torchestra.store.replicated.addresses import Addresses
+from torchestra.store.replicated.sessions import SessionPool
+from torchestra.store.tcp.protocol import Request
 from torchestra.system import deadline
 
 SECRET = "of this test"
@@ -45,8 +51,10 @@ PROGRAM = """
 class Hosts:
     """Launchers of one job of two nodes with two ranks each, or of three with one each."""
 
-    def __init__(self, folder: Path, *options: str, nodes: int = 2, addresses: int = 1) -> None:
-        self.folder, self._nodes, self._options = folder, nodes, options
+    def __init__(
+        self, folder: Path, *options: str, nodes: int = 2, addresses: int = 1, spares: int = 0
+    ) -> None:
+        self.folder, self._nodes, self._options, self._spares = folder, nodes, options, spares
         self._rendezvous = ",".join(free_address() for _ in range(addresses))
         self._script = folder / "job.py"
         self._script.write_text(textwrap.dedent(PROGRAM))
@@ -62,7 +70,7 @@ class Hosts:
             "--rendezvous",
             self._rendezvous,
             "--spares",
-            "1",
+            str(self._spares),
             *self._options,
         ]
         environment = {
@@ -83,19 +91,33 @@ class Hosts:
             assert time.monotonic() < until, sorted(path.name for path in self.folder.iterdir())
             time.sleep(0.01)
 
-    def wait_for_later(self, count: int) -> None:
-        """Wait until so many launchers that are not of the first ones have found the job."""
-        server = TCPStore(*parse_rendezvous(self._rendezvous), timeout=LIMIT_S, secret=SECRET)
+    def wait_for_replacement(self) -> None:
+        """Wait until a lost replica of the store has been replaced, and the new one takes part."""
+        server = TCPStore(*parse_rendezvous(self._rendezvous.split(",")[1]), timeout=LIMIT_S, secret=SECRET)
         store = PrefixStore("launchers", server)
+        began = replicas_of(json.loads(store.get("members")))
         for _ in pauses(LIMIT_S):
-            if len(found := list(later_launchers(store))) == count:
+            new = set(store.get("replicas").decode().split(",")) - set(began)
+            if new and takes_part(*new):
                 server.close()
                 return
-        raise AssertionError(found)
+        raise AssertionError(began)
 
     def end(self) -> None:
         """Let the ranks end."""
         (self.folder / "end").touch()
+
+
+def takes_part(address: str) -> bool:
+    """Return whether the replica at an address, one that has replaced another, takes part in the store."""
+    pool = SessionPool(Addresses([address]), SECRET.encode(), "probe")
+    try:
+        pool.request(Request.CHECK, [], 0.0, 0.0)
+    except DistNetworkError as error:
+        return "of 1 replicas" in str(error)  # it tells where all are
+    finally:
+        pool.close()
+    return False
 
 
 @pytest.fixture
@@ -112,26 +134,28 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         launcher.communicate()
 
 
-def test_a_spare_host_takes_the_place_of_a_lost_one_which_is_spare_when_it_comes_back(
+def test_a_spare_host_takes_the_place_of_node_0_which_is_spare_when_it_comes_back(
     hosts, nothing_left
 ) -> None:
-    job = hosts("--elastic", "1:4")
-    spare, first, lost = job.come(2), job.come(0), job.come(1)
+    """Of two nodes and a spare one each serves a replica of the store, so that any of them may be lost."""
+    job = hosts("--elastic", "1:4", addresses=2, spares=1)
+    spare, lost, second = job.come(2), job.come(0), job.come(1)
     job.wait(*(f"began{rank}" for rank in range(4)))
     lost.send_signal(signal.SIGKILL)
-    back = job.come(1)
-    job.wait("joined2", "joined3")
-    job.wait_for_later(2)
+    job.wait("joined0", "joined1")
+    back = job.come(0)
+    job.wait_for_replacement()
     job.end()
-    out, err, code = ended(first)
+    out, err, code = ended(second)
     assert (code, err) == (0, ""), "the others go on"
+    assert sorted(out.splitlines()) == ["[rank 2] ended 2 0 2 1", "[rank 3] ended 3 1 2 1"]
+    out, err, code = ended(spare)
+    assert code == 0, err
     assert sorted(out.splitlines()) == ["[rank 0] ended 0 0 2 0", "[rank 1] ended 1 1 2 0"]
-    results = [ended(spare), ended(back)]
-    assert [code for _, _, code in results] == [0, 0], results
-    taken, unneeded = sorted(results, key=lambda each: each[0] == "")
-    assert sorted(taken[0].splitlines()) == ["[rank 2] ended 2 0 2 1", "[rank 3] ended 3 1 2 1"]
-    assert "takes the place of node 1" in taken[1]
-    assert "the job has ended without this host" in unneeded[1]
+    assert "takes the place of node 0" in err
+    _, err, code = ended(back)
+    assert code == 0, err
+    assert "the job has ended without this host" in err
     nothing_left()
 
 
@@ -144,8 +168,10 @@ def test_a_host_that_comes_later_finds_the_job_at_another_address_than_that_of_n
     first.send_signal(signal.SIGKILL)
     back = job.come(0)
     job.wait("joined0")
+    job.wait_for_replacement()
+    second.send_signal(signal.SIGKILL)  # of three replicas two are lost by now, and one of them is replaced
     job.end()
-    assert [ended(each)[1:] for each in (second, third)] == [("", 0), ("", 0)]
+    assert ended(third)[1:] == ("", 0)
     out, err, code = ended(back)
     assert (code, out) == (0, "[rank 0] ended 0 0 1 0\n"), err
     assert "takes the place of node 0" in err

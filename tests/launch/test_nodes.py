@@ -174,7 +174,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(InvalidArgumentError, match="--rendezvous must be host:port"):
             parse_rendezvous(text)
     assert parse_rendezvous("[::1]:29400") == ("::1", 29400)
-    with pytest.raises(InvalidArgumentError, match="has 2 addresses, but of 2 nodes 1 serve"):
+    with pytest.raises(InvalidArgumentError, match="has 2 addresses, but the launchers of 1 nodes serve"):
         Nodes(2, 0, "127.0.0.1:1,127.0.0.1:2", 1, 1)
     with pytest.raises(InvalidArgumentError, match="has an address twice"):
         Nodes(3, 0, "127.0.0.1:1,127.0.0.1:1", 1, 1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from test_nodes import ended, free_address, nodes_running
 
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
+from torchestra.launcher import nodes
+from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.store_replica import replica_count
 from torchestra.store.base import pauses
 
@@ -49,6 +52,30 @@ def test_the_loss_of_node_0_and_its_launcher_ends_nobody_else(
         for number, launcher in enumerate(launchers[1:], 1):
             out, err, code = ended(launcher)
             assert (code, out) == (0, f"[rank {number}] (1, 2)\n"), err
+
+
+@pytest.mark.parametrize("spare_comes", [True, False])
+def test_a_spare_host_serves_a_replica_for_two_nodes_if_it_is_there(
+    spare_comes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHESTRA_SECRET", "of this test")
+    monkeypatch.setattr(nodes, "SPARE_SECONDS", LONG if spare_comes else 0.1)
+    rendezvous = free_address()
+    with ThreadPoolExecutor(3) as threads:
+        began = [
+            threads.submit(Nodes, 2, node, rendezvous, 1, 1, 1, 1) for node in range(3 if spare_comes else 2)
+        ]
+        first, second = (each.result(LONG) for each in began[:2])
+        store = first.store_variables()["TORCHESTRA_STORE"]
+        assert second.store_variables() == {"TORCHESTRA_STORE": store}
+        ending = [threads.submit(each.close) for each in (first, second)]
+        if spare_comes:
+            assert began[2].result(LONG).node_rank is None, "the job has ended"
+            began[2].result().close()
+        for each in ending:
+            each.result(LONG)
+    assert store.count(",") == 2 if spare_comes else store == rendezvous
+    assert ("no spare host has come" in capsys.readouterr().err) is not spare_comes
 
 
 @pytest.mark.parametrize(("nnodes", "count"), [(1, 0), (2, 0), (3, 3), (4, 3), (5, 5), (6, 5), (100, 5)])

@@ -52,8 +52,9 @@ step. For programs that let ranks in: see docs/guides/surviving-failures.md. Wit
 
 With --nnodes N the job has ranks on N hosts: on each, run the same command with --rendezvous HOST:PORT (of
 node 0) and its own --node-rank; --nproc may differ. All need the same TORCHESTRA_SECRET in their environment.
-The first host to fail ends the job on all. With three hosts or more, --rendezvous HOST0:PORT,HOST1:PORT,...
-lets a host that comes later to an elastic job find it when the first host is gone.
+The first host to fail ends the job on all. With three hosts or more, or two and --spares 1, any host of an
+elastic job may be lost, and --rendezvous HOST0:PORT,HOST1:PORT,... lets one that comes later find it when the
+first host is gone.
 
 With --on ray the ranks are placed on the nodes of a Ray cluster, each with --num-cpus CPUs; 'auto' is as
 many as fit. They have the environment of their nodes, with this one's TORCHESTRA_ variables and those of
@@ -281,7 +282,8 @@ def _run_ranks(
     """Run the ranks of this host to their end, report how they ended, and return the exit code."""
     stdin = StandardInput()
     sinks = open_sinks(sys.stdout, sys.stderr)
-    job = Job(ForkBackend(server, ports, stdin.for_rank), spec, sinks, max_failures)
+    changed = dict if nodes is None else nodes.store_variables
+    job = Job(ForkBackend(server, ports, stdin.for_rank, changed), spec, sinks, max_failures)
     if limits is not None:
         _be_elastic(job, limits, nodes, sinks[1])
         max_failures = 1 << 62 if limits.restarts is None else limits.restarts

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torchestra.errors import DistBackendError, DistError
@@ -41,9 +42,17 @@ class ForkBackend(LaunchBackend):
         server: forks them; serves no other job while this one runs.
         ports: the ports where they meet; closed with the backend.
         stdin: the input of rank 0; by default nothing.
+        changed: returns the variables of a replacement's environment that have changed since the job began.
     """
 
-    def __init__(self, server: ForkServerClient, ports: PortReservation, stdin: int | None = None) -> None:
+    def __init__(
+        self,
+        server: ForkServerClient,
+        ports: PortReservation,
+        stdin: int | None = None,
+        changed: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._changed = changed
         self._server = server
         self._ports = ports
         self._stdin = stdin
@@ -61,7 +70,7 @@ class ForkBackend(LaunchBackend):
         self.drain()
         self._close_control(rank)
         null = os.open(os.devnull, os.O_RDONLY)
-        self._send_with_files(rank, Replace(rank), null)
+        self._send_with_files(rank, Replace(rank, self._changed()), null)
         os.close(null)
 
     def signal(self, signum: signal.Signals, final: bool, rank: int | None = None) -> None:

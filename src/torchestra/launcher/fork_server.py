@@ -218,7 +218,10 @@ class _Server:
 
     def _replace(self, order: Replace, files: list[int]) -> None:
         assert self._spec is not None
-        pid = self._start_rank(replace(self._spec, joins=True), order.rank, files, files)
+        environment = {**self._spec.environment, **order.variables}
+        pid = self._start_rank(
+            replace(self._spec, joins=True, environment=environment), order.rank, files, files
+        )
         for descriptor in files:
             os.close(descriptor)
         send(self._end, Forked({order.rank: pid}))

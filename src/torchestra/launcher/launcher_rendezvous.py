@@ -15,7 +15,6 @@ import sys
 import time
 
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError
-from torchestra.launcher.store_replica import replica_count
 from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.base import interruptible_sleep
 from torchestra.store.tcp.address import Address, dial
@@ -27,6 +26,7 @@ _OWN_SECONDS = 30.0
 _TRY_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 _KEYS = "launchers"
+_REPLICAS = "replicas"
 
 
 def parse_rendezvous(text: str) -> tuple[str, int]:
@@ -46,7 +46,8 @@ class LauncherRendezvous:
 
     Args:
         rendezvous: the addresses, separated by commas.
-        nnodes, node: how many nodes there are, and the number of this one.
+        replicas: how many nodes are to serve the job's store.
+        node: the number of this node.
 
     Attributes:
         host, port: the first address.
@@ -58,21 +59,22 @@ class LauncherRendezvous:
         DistNetworkError: none was reached, or this node's is not of this host.
     """
 
-    def __init__(self, rendezvous: str, nnodes: int, node: int) -> None:
+    def __init__(self, rendezvous: str, replicas: int, node: int) -> None:
         self._text, self._node = rendezvous, node
         self._addresses = [Address(*parse_rendezvous(each)) for each in rendezvous.split(",")]
         count = len(self._addresses)
         if len(set(self._addresses)) < count:
             raise InvalidArgumentError(f"--rendezvous has an address twice: {rendezvous}")
-        most = max(1, replica_count(nnodes))
+        most = max(1, replicas)
         if count > most:
             raise InvalidArgumentError(
-                f"--rendezvous has {count} addresses, but of {nnodes} nodes {most} serve the job's store:"
-                " give no more addresses than these"
+                f"--rendezvous has {count} addresses, but the launchers of {most} nodes serve the job's"
+                " store: give no more addresses than these"
             )
         self.host, self.port = self._addresses[0].host, self._addresses[0].port
         self.is_begun = False
         self.server: TCPStoreServer | None = None
+        self._told: tuple[str, ...] = ()
         self._later_server: TCPStoreServer | None = None
         self.store = self._connected()
         self.store.set_timeout(MEET_SECONDS)
@@ -127,6 +129,27 @@ class LauncherRendezvous:
             print(
                 f"torchestra run: node {self._node} does not listen at {address} of --rendezvous, so hosts"
                 f" that come later do not find the job there: {error}",
+                file=sys.stderr,
+            )
+
+    def replicas(self) -> list[str]:
+        """Return where the replicas of the job's store are, as a launcher has told that serves here."""
+        return self.store.get(_REPLICAS).decode().split(",") if self.store.check([_REPLICAS]) else []
+
+    def tell_replicas(self, addresses: tuple[str, ...]) -> None:
+        """If this node listens: tell those that come later where the replicas are now."""
+        if addresses == self._told or (self.server is None and self._later_server is None):
+            return
+        self._told = addresses
+        address = self._addresses[self._node]
+        try:
+            own = _open(address, _OWN_SECONDS)
+            own.set(_REPLICAS, ",".join(addresses))
+            own.close()
+        except DistError as error:
+            print(
+                f"torchestra run: node {self._node} cannot tell at {address} of --rendezvous where the job's"
+                f" store is now: {error}",
                 file=sys.stderr,
             )
 

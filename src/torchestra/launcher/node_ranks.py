@@ -20,7 +20,7 @@ no harm: their group has gone on without them, and a member of an old group cann
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.store import Store
@@ -74,8 +74,13 @@ class NodeRanks:
         self._store, self._ranks, self._name = store, ranks, name
         self._detector = LauncherDetector(store)
 
-    def wait(self, preferred: int) -> int | None:
-        """Wait until a launcher that holds a node rank is lost, and take it; None when the job has ended."""
+    def wait(self, preferred: int, meanwhile: Callable[[], object] = lambda: None) -> int | None:
+        """Wait until a launcher that holds a node rank is lost, and take it; None when the job has ended.
+
+        Args:
+            preferred: the node rank to look at first.
+            meanwhile: called again and again.
+        """
         self._store.append("later", f"{self._name} ")
         count = 0
         while not (self._store.check(["ended"]) or self._store.check(["failed"])):
@@ -84,6 +89,7 @@ class NodeRanks:
             for node_rank in sorted(range(len(self._ranks)), key=lambda each: each != preferred):
                 if self._take(node_rank):
                     return node_rank
+            meanwhile()
             interruptible_sleep(REST_SECONDS)
         return None
 

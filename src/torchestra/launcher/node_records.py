@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchestra.launcher.root_cause import NodeFailure
@@ -34,9 +34,15 @@ def read_members(text: bytes, nnodes: int) -> list[dict[str, Any]]:
         if not isinstance(members, list) or len(members) != nnodes:
             raise ValueError(f"not {nnodes} launchers: {members!r:.100}")
         for member in members:
-            if _checked(member, _MEMBER)["nproc"] < 1 or not isinstance(member.get("store", ""), str):
+            replicas = member.get("store", ""), member.get("spare", "")
+            if _checked(member, _MEMBER)["nproc"] < 1 or not all(isinstance(each, str) for each in replicas):
                 raise ValueError(f"no launcher: {member!r:.100}")
         return members
+
+
+def replicas_of(members: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return where the launchers that began the job serve replicas of its store, a spare host's last."""
+    return [member[key] for key in ("store", "spare") for member in members if key in member]
 
 
 def read_failure(text: bytes) -> NodeFailure:

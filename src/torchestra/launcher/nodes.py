@@ -1,10 +1,10 @@
 """Several launchers that start one job, one on each host: ``torchestra run --nnodes``.
 
-They meet in a store that the launcher of node 0 serves. With three nodes or more, it is used for no more than
-that: then the job's store is replicated, so that it outlives node 0 (store_replica.py). There each
-registers itself and the number of its ranks, so that all know which node has which ranks. The first launcher
-whose ranks fail reports it, and the others end theirs. The launcher of node 0 stays until the others have
-ended, or have been silent for long::
+They meet in a store that the launcher of node 0 serves. With three nodes or more, or two and a spare host, it
+is used for no more than that: then the job's store is replicated, so that it outlives node 0
+(store_replica.py). There each registers itself and the number of its ranks, so that all know which node has
+which ranks. The first launcher whose ranks fail reports it, and the others end theirs. The launcher of node 0
+stays until the others have ended, or have been silent for long::
 
     job        the first launcher's description of the job: how many nodes, which torchestra
     node/K     the identity of node K's launcher, how many ranks it starts, an unused port there, for programs
@@ -13,6 +13,7 @@ ended, or have been silent for long::
     members    the values of all node/K once all are present, as read by the first launcher that sees this
     failed     which node failed first, its exit code and why
     failures   how many ranks have failed on all nodes, if the job may go on without some
+    spare      where the first spare host would serve a replica, if there are two nodes and spares
     done/K     node K has ended
     heartbeat/K  a count: the launcher of node K lives
 
@@ -28,7 +29,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torchestra
@@ -42,9 +43,9 @@ from torchestra.errors import (
 )
 from torchestra.launcher.launcher_rendezvous import MEET_SECONDS, LauncherRendezvous
 from torchestra.launcher.node_ranks import REST_SECONDS, LauncherDetector, NodeRanks, later_launchers
-from torchestra.launcher.node_records import read_failure, read_job, read_members
+from torchestra.launcher.node_records import read_failure, read_job, read_members, replicas_of
 from torchestra.launcher.root_cause import FailedRank, NodeFailure
-from torchestra.launcher.store_replica import ReplicaListener, replica_count
+from torchestra.launcher.store_replica import SPARE_SECONDS, ReplicaListener, needs_spare, replica_count
 from torchestra.store import PrefixStore, ReplicatedStore, Store
 from torchestra.store.base import interruptible_sleep
 from torchestra.store.process import ProcessIdentity
@@ -106,8 +107,10 @@ class Nodes:
                 f"ranks on several hosts need a secret to authenticate each other: {SECRET_ADVICE}"
             )
         self.node, self.nnodes = node, nnodes
-        self._rendezvous = LauncherRendezvous(rendezvous, nnodes, node)
+        self._has_spares = least is not None and spares > 0
+        self._rendezvous = LauncherRendezvous(rendezvous, replica_count(nnodes, self._has_spares), node)
         self._replica: ReplicaListener | None = None
+        self._replicated: ReplicatedStore | None = None
         self.other: NodeFailure | None = None
         self.exceeding_failure: FailedRank | None = None
         self._asking: list[threading.Thread] = []
@@ -119,7 +122,6 @@ class Nodes:
         self._closed = threading.Event()
         try:
             self._store = self._rendezvous.store
-            self._store_address = self._first_store()
             if self._rendezvous.is_begun and least is None:
                 raise InvalidArgumentError(
                     f"the job at {rendezvous} has begun without node {node}; nodes come later only with"
@@ -154,7 +156,7 @@ class Nodes:
             "port": port,
         }
         self._agree_on_job(mine)
-        if self.node < replica_count(self.nnodes):
+        if self.node < replica_count(self.nnodes, self._has_spares):
             self._replica = ReplicaListener(self._store)
             mine["store"] = self._replica.address
         key = f"node/{self.node}"
@@ -162,32 +164,69 @@ class Nodes:
         try:
             self._await_all(rendezvous, key, mine)
             texts = self._store.multi_get([f"node/{other}" for other in range(self.nnodes)])
-            first = self._store.compare_set("members", "", json.dumps([json.loads(text) for text in texts]))
+            entries = [json.loads(text) for text in texts]
+            if needs_spare(self.nnodes) and self._has_spares:
+                self._add_spare(entries)
+            first = self._store.compare_set("members", "", json.dumps(entries))
         except KeyboardInterrupt:
             with contextlib.suppress(DistError, OSError):
                 self._store.delete_key(key)
             raise
         members = read_members(first, self.nnodes)
         self._check_unique(mine, members[self.node])
-        self._rendezvous.announce(first.decode())
-        self._use_replicas(members)
+        if self._replica is not None and not replicas_of(members):
+            print(
+                f"torchestra run: no spare host has come within {SPARE_SECONDS:g} s: the launcher of node"
+                " 0 alone serves the job's store, which is lost with it",
+                file=sys.stderr,
+            )
+        self._use_replicas(replicas_of(members), first.decode())
         return members
+
+    def _add_spare(self, entries: list[dict[str, Any]]) -> None:
+        """Have the first spare host serve a replica as well, if it is there; else have none served."""
+        with contextlib.suppress(StoreTimeoutError):
+            entries[-1]["spare"] = self._store.await_values(["spare"], SPARE_SECONDS)[0].decode()
+            return
+        for entry in entries:
+            entry.pop("store", None)
 
     def _first_store(self) -> str:
         """Return where the launchers meet."""
         host, port = self._rendezvous.host, self._rendezvous.port
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def _use_replicas(self, members: list[dict[str, Any]]) -> None:
-        """Go on with the replicated store, if the launchers serve one."""
-        addresses = [member["store"] for member in members if "store" in member]
+    def _use_replicas(self, addresses: Sequence[str], members: str) -> None:
+        """Go on with the replicated store, if the launchers serve one.
+
+        Args:
+            members: the value of that key, for those that come later.
+        """
         if not addresses:
+            if self._replica is not None:
+                self._replica.close()
+                self._replica = None
             return
-        if self._replica is not None:
+        self._rendezvous.announce(members)
+        if self._replica is None:
+            self._replica = ReplicaListener(self._store)
+        if self._replica.address in addresses:
             self._replica.serve(addresses)
         self._store.close()
-        self._store_address = ",".join(addresses)
-        self._store = PrefixStore("launchers", ReplicatedStore(addresses, MEET_SECONDS))
+        self._replicated = ReplicatedStore(addresses, MEET_SECONDS)
+        self._store = PrefixStore("launchers", self._replicated)
+
+    def _look_after_replicas(self) -> None:
+        """Replace a lost replica if none is served here; tell those that come later where all are."""
+        if self._replica is not None and self._replicated is not None:
+            index = self._replica.replace_lost(self._replicated)
+            if index is not None:
+                print(
+                    f"torchestra run: node {self.node} replaces replica {index} of the job's store, which is"
+                    " lost",
+                    file=sys.stderr,
+                )
+            self._rendezvous.tell_replicas(self._replicated.addresses)
 
     def _take_lost_place(self) -> list[dict[str, Any]]:
         """Take the place of a lost node, waited for; return the entries of the launchers that began."""
@@ -195,15 +234,12 @@ class Nodes:
         self._agree_on_job(mine)
         self._name, self.joins, self.members = f"{self.node}-{mine['token']}", True, 0
         print(f"torchestra run: node {self.node} waits to take the place of a lost node", file=sys.stderr)
-        while not self._store.check(["members"]):
-            interruptible_sleep(REST_SECONDS)
+        self._await_members()
         told = self._store.get("members")
         members = read_members(told, self.nnodes)
-        self._rendezvous.announce(told.decode())
-        self._use_replicas(members)
-        self.node_rank = NodeRanks(self._store, [int(each["nproc"]) for each in members], self._name).wait(
-            self.node
-        )
+        self._use_replicas(self._rendezvous.replicas() or replicas_of(members), told.decode())
+        node_ranks = NodeRanks(self._store, [int(each["nproc"]) for each in members], self._name)
+        self.node_rank = node_ranks.wait(self.node, self._look_after_replicas)
         if self.node_rank is not None:
             print(
                 f"torchestra run: node {self.node} takes the place of node {self.node_rank}", file=sys.stderr
@@ -211,6 +247,20 @@ class Nodes:
         elif self._store.check(["failed"]):
             self.other = read_failure(self._store.get("failed"))
         return members
+
+    def _await_members(self) -> None:
+        """Wait until a job has begun; offer to serve a replica of its store if it needs that."""
+        if needs_spare(self.nnodes) and self.node >= self.nnodes and not self._store.check(["members"]):
+            self._replica = ReplicaListener(self._store)
+            self._store.compare_set("spare", "", self._replica.address)
+        try:
+            while not self._store.check(["members"]):
+                interruptible_sleep(REST_SECONDS)
+        except KeyboardInterrupt:
+            with contextlib.suppress(DistError, OSError):
+                if self._replica is not None and self._store.get("spare") == self._replica.address.encode():
+                    self._store.delete_key("spare")
+            raise
 
     def _agree_on_job(self, mine: Mapping[str, Any]) -> None:
         """Check that the launchers belong to one job and have one version of torchestra."""
@@ -250,7 +300,7 @@ class Nodes:
                 print(f"torchestra run: waiting for {named} to connect to {rendezvous}", file=sys.stderr)
 
     def _check_unique(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-        if theirs != mine:
+        if theirs.get("token") != mine["token"]:
             raise InvalidArgumentError(
                 f"two launchers are node {self.node}: {mine['who']}, and {theirs['who']}; every host needs a"
                 " --node-rank of its own"
@@ -265,8 +315,13 @@ class Nodes:
             "GROUP_RANK": str(self.node_rank),
             "MASTER_ADDR": self._rendezvous.host,
             "MASTER_PORT": self._port_for_torch,
-            "TORCHESTRA_STORE": self._store_address,
+            **self.store_variables(),
         }
+
+    def store_variables(self) -> dict[str, str]:
+        """Return the variable that tells ranks where the job's store is now."""
+        replicas = () if self._replicated is None else self._replicated.addresses
+        return {"TORCHESTRA_STORE": ",".join(replicas) or self._first_store()}
 
     def notify(self, when_failed: Callable[[], object]) -> None:
         """Call a function, perhaps twice, once there is a failure that is to end this node's ranks."""
@@ -317,7 +372,9 @@ class Nodes:
                 if self._least is not None and self.other is None and not self._store.check(["failed"]):
                     self._store.set("ended", b"")
                 self._store.set(f"done/{self._name}", b"")
-                if self._rendezvous.server is not None or self._replica is not None:
+                if self._rendezvous.server is not None or (
+                    self._replica is not None and self._replica.serves
+                ):
                     self._await_the_others()
                     self._read_failure()
         finally:
@@ -358,6 +415,7 @@ class Nodes:
                 store.set(f"heartbeat/{self._name}", f"{count} {self.members}")
                 if node_ranks is not None and self._is_over(node_ranks, store):
                     return
+                self._look_after_replicas()
                 store.wait(["failed"], pause)
                 node, code, why = read_failure(store.get("failed"))
             except StoreTimeoutError:
@@ -371,7 +429,7 @@ class Nodes:
                     continue
                 where = self._rendezvous.host
                 node, code, why = 0, 1, f"its launcher at {where} has ended, or is not reached ({error})"
-                if "," in self._store_address:
+                if self._replicated is not None:
                     node, why = self.node, f"the job's store is lost: {error}"
                     lost = True
             except DistStoreError as error:  # something has failed, or another job uses this store

@@ -124,9 +124,14 @@ class SignalRanks:
 
 @dataclass(frozen=True)
 class Replace:
-    """Start a rank again whose process has ended; it is to join the others."""
+    """Start a rank again whose process has ended; it is to join the others.
+
+    Attributes:
+        variables: those of its environment that have changed since the job began.
+    """
 
     rank: int
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
