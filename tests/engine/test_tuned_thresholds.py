@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torchestra as dist
 from torchestra.cli import main
 from torchestra.engine import tuned_thresholds
 from torchestra.engine.kernels.selection import Choices
+from torchestra.monitor import threshold_timing
 from torchestra.monitor.threshold_timing import measure_thresholds
 from torchestra.system.cache_directories import Directory
 from worlds import run
@@ -109,6 +111,25 @@ def test_every_rank_measures_the_same_thresholds_and_they_can_be_used() -> None:
     first, second = run("threads", 2, measured_here)
     assert first == second
     first.check(BUFFER)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "expected"),
+    [(200_000, (256 << 10) - 1), (0, (32 << 10) - 1), (1 << 30, MEASURED.single_copy)],
+)
+def test_pieces_are_read_where_they_lie_from_the_size_on_that_is_faster(
+    fastest: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One way takes no longer with longer pieces; the other is twice as fast from a size on."""
+
+    def times(timing: Any, variants: Sequence[Choices], call: Any) -> list[float]:
+        piece = call.args[0].nbytes // timing.ranks
+        return [1.0, 0.5 if piece >= fastest else 1.0]
+
+    monkeypatch.setattr(threshold_timing._Timing, "times", times)
+    engine: Any = SimpleNamespace(size=2)
+    timing = threshold_timing._Timing(engine, 0.01)
+    assert threshold_timing._single_copy(timing, MEASURED) == expected
 
 
 @pytest.mark.parametrize("wrong", [["-n", "1"], ["-n", "2,x"], ["--seconds", "0"], ["--seconds", "nan"]])

@@ -20,12 +20,13 @@ from torchestra.engine.kernels.selection import Choices
 __all__ = ["join_and_measure", "measure_thresholds"]
 
 _TURNS = 5
-_SETTINGS = 30  # about how many are timed
+_SETTINGS = 44  # about how many are timed
 _BETTER = 0.95
 _KIB, _MIB = 1 << 10, 1 << 20
 _NEVER = 1 << 62
 _LARGE, _SHARED = 8 * _MIB, 2 * _MIB  # bytes per rank, several chunks
 _LARGEST_STREAMED = 32 * _MIB
+_SMALLEST_PIECE, _LARGEST_PIECE = 32 * _KIB, 2 * _MIB
 
 
 def join_and_measure(seconds: float) -> Choices:
@@ -56,7 +57,8 @@ def measure_thresholds(engine: Any, seconds: float) -> Choices:
     part, whole = torch.zeros(_SHARED // 4), torch.zeros(_SHARED // 4 * engine.size)
     choices = timing.best("share", choices, sizes, partial(dist.all_gather_into_tensor, whole, part))
     choices = replace(choices, direct=_direct(timing, choices, buffer_bytes))
-    return replace(choices, stream_above=_stream_above(timing, choices))
+    choices = replace(choices, stream_above=_stream_above(timing, choices))
+    return replace(choices, single_copy=_single_copy(timing, choices))
 
 
 def _direct(timing: _Timing, choices: Choices, buffer_bytes: int) -> int:
@@ -83,6 +85,24 @@ def _stream_above(timing: _Timing, choices: Choices) -> int:
     return above
 
 
+def _single_copy(timing: _Timing, choices: Choices) -> int:
+    """Return the size in bytes above which it is faster to read pieces where they lie.
+
+    The usual size, if that is not faster for the largest, or if ranks may not do it.
+    """
+    size, above = timing.ranks, choices.single_copy
+    source, target = (torch.zeros(_LARGEST_PIECE // 4 * size) for _ in range(2))
+    for piece in reversed(_powers(_SMALLEST_PIECE, _LARGEST_PIECE)):
+        words = piece // 4 * size
+        variants = [replace(choices, single_copy=_NEVER), replace(choices, single_copy=piece - 1)]
+        call = partial(dist.all_to_all_single, target[:words], source[:words])
+        copied_twice, copied_once = timing.times(variants, call)
+        if copied_once > copied_twice * _BETTER:
+            break
+        above = piece - 1
+    return above
+
+
 def _powers(first: int, last: int) -> list[int]:
     sizes = []
     while first <= last:
@@ -97,6 +117,7 @@ class _Timing:
     def __init__(self, engine: Any, seconds: float) -> None:
         self._engine = engine
         self._seconds = seconds
+        self.ranks: int = engine.size
 
     def best(self, name: str, usual: Choices, values: Sequence[int], call: Callable[[], object]) -> Choices:
         """Return the choices with the best value of one threshold, which may be the usual one."""
