@@ -7,7 +7,6 @@ up after a moment, and keeps running, as a daemon, until it ends or the process 
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torchestra.launcher.root_cause import FailedRank, failure_from, root_cause
 from torchestra.launcher.spec import Failure
 from torchestra.launcher.thread_output import outputs_by_rank
 from torchestra.store import HashStore
+from torchestra.system.thread_frames import current_frames
 from torchestra.world.registry import thread_rank
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class ThreadRank:
 
     def frames(self) -> traceback.StackSummary:
         """Return the rank's current stack, the outermost frame first."""
-        frame = sys._current_frames().get(self.thread.ident or 0)
+        frame = current_frames().get(self.thread.ident or 0)
         return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
 
     def stack(self) -> str:

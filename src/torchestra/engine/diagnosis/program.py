@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from torchestra.engine.recorder.callsites import (
     is_of_torchestra,
 )
 from torchestra.engine.recorder.flight_record import Readable, read_rank, tick_scale
+from torchestra.system.thread_frames import current_exceptions, current_frames
 
 _STILL_SECONDS = 0.01
 _MAX_FRAMES = 8
@@ -93,11 +93,11 @@ def _describe(
 def _stacks() -> dict[int, ThreadStack]:
     """Return all threads, and whether they stand still."""
     own = threading.get_ident()
-    before = {thread: (frame, frame.f_lasti) for thread, frame in sys._current_frames().items()}
+    before = {thread: (frame, frame.f_lasti) for thread, frame in current_frames().items()}
     time.sleep(_STILL_SECONDS)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {}
-    for thread, frame in sys._current_frames().items():
+    for thread, frame in current_frames().items():
         still = thread != own and thread in before and before[thread] == (frame, frame.f_lasti)
         found[thread] = ThreadStack(names.get(thread, "?"), frame, still, _inside(frame))
     return found
@@ -128,7 +128,7 @@ def _program_frames(innermost: FrameType) -> tuple[UserFrame, ...]:
 
 def _handled(thread: int) -> str:
     """Return the exception that a thread handles, and the line of the program that raised it."""
-    found = sys._current_exceptions().get(thread)
+    found = current_exceptions().get(thread)
     error = found[1] if isinstance(found, tuple) else found  # Python 3.12 has the exception itself
     if error is None:
         return ""

@@ -18,6 +18,8 @@ from types import FrameType
 import llvmlite
 import torch
 
+from torchestra.system.thread_frames import current_frames
+
 _TEST_RUNNERS = ("_pytest", "pytest", "pluggy", "pytest_timeout", "xdist", "execnet")
 
 
@@ -72,7 +74,7 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
     """
     # Not the frame of this function, which would keep itself alive, and with it all that its callers hold.
     own = thread is None or thread == threading.get_ident()
-    frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(thread or 0)
+    frame: FrameType | None = sys._getframe(1) if own else current_frames().get(thread or 0)
     innermost = frame
     while frame is not None and not is_of_the_program(frame):
         frame = frame.f_back
