@@ -91,6 +91,12 @@ class Hosts:
             assert time.monotonic() < until, sorted(path.name for path in self.folder.iterdir())
             time.sleep(0.01)
 
+    def wait_for_spare(self) -> None:
+        """Wait until a spare launcher has said where it would serve a replica of the store."""
+        server = TCPStore(*parse_rendezvous(self._rendezvous.split(",")[0]), timeout=LIMIT_S, secret=SECRET)
+        PrefixStore("launchers", server).wait(["spare"])
+        server.close()
+
     def wait_for_replacement(self) -> None:
         """Wait until a lost replica of the store has been replaced, and the new one takes part."""
         server = TCPStore(*parse_rendezvous(self._rendezvous.split(",")[1]), timeout=LIMIT_S, secret=SECRET)
@@ -139,7 +145,9 @@ def test_a_spare_host_takes_the_place_of_node_0_which_is_spare_when_it_comes_bac
 ) -> None:
     """Of two nodes and a spare one each serves a replica of the store, so that any of them may be lost."""
     job = hosts("--elastic", "1:4", addresses=2, spares=1)
-    spare, lost, second = job.come(2), job.come(0), job.come(1)
+    spare, lost = job.come(2), job.come(0)
+    job.wait_for_spare()
+    second = job.come(1)
     job.wait(*(f"began{rank}" for rank in range(4)))
     lost.send_signal(signal.SIGKILL)
     job.wait("joined0", "joined1")
