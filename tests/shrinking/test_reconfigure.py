@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from test_shrink import check_group, world
 
 import torchestra as dist
+from torchestra.communicator.communicator import Communicator
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import GradientReductionError
 from torchestra.nn.parallel import DistributedDataParallel
+from torchestra.process_group import reconfiguring
 from torchestra.process_group.reconfigure_meeting import ReconfigureMeeting
+from torchestra.process_group.starting import GroupSpec
 from torchestra.store import Store
 from worlds import KINDS, OP_SECONDS, WORLD_SECONDS, outcomes, processes, run
 
@@ -154,6 +158,57 @@ def on_several_hosts(*place: Any) -> float:
 def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHESTRA_SECRET", "of this test")
     assert run("threads", 4, on_several_hosts, init=False, hosts=["a", "a", "b", "b"]) == [3.0, 0.0, 0.0, 3.0]
+
+
+def test_no_rank_returns_before_all_have_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it might shrink the group, and so abort it for those that are still on their way in."""
+    waiting, entered = threading.Semaphore(0), []
+    start, await_inside = reconfiguring.start, ReconfigureMeeting.await_inside
+
+    def start_late(spec: GroupSpec) -> Communicator:
+        made = start(spec)
+        if spec.rank == 1:
+            assert all(waiting.acquire(timeout=SOON) for _ in range(2))
+            entered.append(spec.rank)
+        return made
+
+    def tell_and_wait(meeting: ReconfigureMeeting) -> None:
+        if meeting.rank != 1:
+            waiting.release()
+        await_inside(meeting)
+
+    def body() -> list[int]:
+        group, store, _ = alone()
+        group.reconfigure(1, handles_of(store, 0, 1, 2))
+        return list(entered)
+
+    monkeypatch.setattr(reconfiguring, "start", start_late)
+    monkeypatch.setattr(ReconfigureMeeting, "await_inside", tell_and_wait)
+    assert run("threads", 3, body, init=False) == [[1]] * 3
+
+
+def test_a_rank_that_cannot_enter_is_named_to_those_that_are_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = reconfiguring.start
+
+    def fail_late(spec: GroupSpec) -> Communicator:
+        made = start(spec)
+        if spec.rank == 1 and spec.size == 3:
+            made.close()
+            raise MemoryError
+        return made
+
+    def body() -> float:
+        group, store, rank = alone()
+        with pytest.raises(MemoryError if rank == 1 else dist.DistBackendError) as failed:
+            group.reconfigure(1, handles_of(store, 0, 1, 2))
+        assert rank == 1 or "rank 1 could not enter it: MemoryError" in str(failed.value)
+        if rank != 1:
+            group.reconfigure(2, handles_of(store, 0, 2))
+            return total(group)
+        return 0.0
+
+    monkeypatch.setattr(reconfiguring, "start", fail_late)
+    assert run("threads", 3, body, init=False) == [3.0, 0.0, 3.0]
 
 
 def goes_on_after_a_death(store: Store, rank: int, size: int) -> Any:

@@ -6,6 +6,7 @@ The keys, below ``reconfigure/UUID`` in that store::
     signed/R    rank R has come, with the same list
     count       how many have signed
     verdict     "enter", or JSON that says why the group is not made; written once
+    inside/...  the same again: each rank signs when it has entered the group
 
 and ``calling`` in the store of each rank: "UUID DIGEST" of its last call.
 
@@ -13,6 +14,9 @@ All ranks of a list enter their group, or none does: whoever signs last writes "
 before that, or finds another dead, writes why, and the first of them counts (compare_set). A rank signs once
 for a uuid, and only for the list that has claimed it; so no other rank, and no rank of an earlier group, gets
 into a group whose verdict is "enter".
+
+No rank returns before all are inside: what it calls next may abort the group, as ``shrink()`` does, and
+whoever is still on the way in would fail by that.
 
 Errors come soon, with the rank's name: each rank looks whether the processes of the others live, as far as it
 can see them, and rank 0 looks at the stores of those that have not come. A rank whose store refuses
@@ -74,6 +78,8 @@ class ReconfigureMeeting:
         self._deadline = Deadline(timeout_s)
         self._digest = hashlib.sha256("\n".join(each.encode() for each in handles).encode()).hexdigest()[:32]
         self._peers: dict[int, TCPStore] = {}
+        self._here: Store | None = None
+        self._missed = "did not call it"
 
     def run(self) -> Store:
         """Wait for the other ranks; return the store of their group, in which there are no keys yet.
@@ -85,7 +91,25 @@ class ReconfigureMeeting:
             DistNetworkError: the first rank's store was not reached.
         """
         self._endpoint.store.set("calling", f"{self._uuid} {self._digest}")
-        here = PrefixStore(f"reconfigure/{self._uuid}", self._reach_first())
+        self._here = PrefixStore(f"reconfigure/{self._uuid}", self._reach_first())
+        self._agree(self._here)
+        return PrefixStore("members", self._here)
+
+    def await_inside(self) -> None:
+        """Wait, once this rank is in the group, until all are; errors as from :meth:`run`."""
+        self._deadline = Deadline(self._deadline.timeout_s)
+        self._missed = "called it, but did not enter the group"
+        self._agree(self._inside())
+
+    def give_up(self, why: str) -> None:
+        """Tell those that wait in :meth:`await_inside` that this rank will not be inside."""
+        self._settle(self._inside(), _REFUSED, [self.rank], why)
+
+    def _inside(self) -> Store:
+        assert self._here is not None, "run() comes first"
+        return PrefixStore("inside", self._here)
+
+    def _agree(self, here: Store) -> None:
         try:
             self._sign(here)
             self._await_verdict(here)
@@ -98,7 +122,7 @@ class ReconfigureMeeting:
         finally:
             for peer in self._peers.values():
                 peer.close()
-        return PrefixStore("members", here)
+            self._peers.clear()
 
     def _reach_first(self) -> Store:
         """Return the store of the first rank."""
@@ -166,7 +190,7 @@ class ReconfigureMeeting:
         where = ", ".join(f"rank {rank}: {self._handles[rank]}" for rank in missing[:16])
         waited = f"within {self._deadline.timeout_s:g} s"
         return self._settle(
-            here, _LATE, missing, f"{named(missing, 16)} did not call it {waited} ({where}){''.join(notes)}"
+            here, _LATE, missing, f"{named(missing, 16)} {self._missed} {waited} ({where}){''.join(notes)}"
         )
 
     def _last_call(self, rank: int) -> tuple[str, str]:

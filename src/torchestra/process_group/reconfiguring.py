@@ -146,8 +146,15 @@ class Reconfiguration:
         try:
             communicator = start(spec)
         except BaseException as error:
+            why = f"rank {meeting.rank} could not enter it: {type(error).__name__}"
             with contextlib.suppress(DistError, OSError):
-                cancel(store, self._name, f"rank {meeting.rank} could not enter it: {type(error).__name__}")
+                meeting.give_up(why)
+                cancel(store, self._name, why)
+            raise
+        try:
+            meeting.await_inside()
+        except BaseException:
+            communicator.close()  # without an abort: others may be on their way in, to the same verdict
             raise
         store.add("entered", 1)
         before, self._members, self._entered = self._members, handles, True
