@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import select
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forking import Child
 from torchestra.errors import RankFailedError
+from torchestra.testing import fork_server
 from torchestra.testing.outcomes import Outcome, first_failure
 from torchestra.testing.rank_pool import RankWorld
 
@@ -42,3 +47,18 @@ def test_a_death_comes_before_what_others_raise_because_of_it(told: list[Any], c
     first = first_failure(world.outcomes.values())
     assert first is not None
     assert first.rank == cause
+
+
+def test_no_rank_outlives_the_server_that_forked_it() -> None:
+    reading, writing = os.pipe()
+
+    def serve_and_crash() -> None:
+        fork_server.Child.fork(lambda connection: signal.pause())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    server = Child(serve_and_crash)
+    os.close(writing)
+    with pytest.raises(AssertionError, match="it was killed"):
+        server.result()
+    assert select.select([reading], [], [], 60)[0], "the rank lives, with all that it has inherited"
+    os.close(reading)

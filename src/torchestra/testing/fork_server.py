@@ -4,12 +4,14 @@ The server is forked when collection is over, before any test has started a thre
 kernels once. A rank is a fork of it: it has all tests, fixtures and modules already, and sets up its
 fixtures with pytest's own machinery. A rank whose test has passed, and which has left no thread behind,
 serves in later tests, as the pytest process itself does; any other ends with its test. When the pytest
-process ends in any way, the server sees its connection close, kills the running ranks, and ends.
+process ends in any way, the server sees its connection close and ends, and the ranks die with it. None
+outlives it: they have the pipes of the pytest process, by whose end xdist notices that this has crashed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -32,6 +34,7 @@ from torchestra.testing.item_runner import ItemRequest, run_item
 from torchestra.testing.stacks import dump_on_signal
 
 _THREADS_S = 0.2
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(eq=False)
@@ -43,12 +46,19 @@ class Child:
 
     @classmethod
     def fork(cls, body: Callable[[Connection], object], inherited: Iterable[Connection] = ()) -> Child:
-        """Fork a process that closes ``inherited`` and calls ``body`` with its end of the connection."""
+        """Fork a process that closes ``inherited`` and calls ``body`` with its end of the connection.
+
+        It is killed when the calling thread ends.
+        """
         ours, theirs = Pipe()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:
+                    os._exit(code)
                 for each in (ours, *inherited):
                     each.close()
                 body(theirs)
