@@ -25,18 +25,24 @@ from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.store_registers import StoreRegisters
 from torchestra.engine.multihost.suspicion import SuspicionTimers
 from torchestra.errors import WorkerFailedError
+from torchestra.rpc import dynamic_group
+from torchestra.rpc.dynamic_group import DynamicGroup, _Conflict
 from torchestra.rpc.execution import CallExecutor
 from torchestra.rpc.headers import ForkData, IncomingHeader, Reference
 from torchestra.rpc.liveness import Liveness
 from torchestra.rpc.rref_context import RRefContext
 from torchestra.rpc.rref_state import OwnerRRef, UserRRef
 from torchestra.rpc.termination import TerminationDetector
+from torchestra.system.deadline import Deadline
+from torchestra.transport.event_loop import EventLoop
 from torchestra.transport.message import Message
 from torchestra.transport.pair import PairConnection
-from verification.simulation import groups, messages, rpc
+from torchestra.transport.probing import ProbeResult
+from verification.simulation import groups, joining_rpc, messages, rpc
 from verification.simulation.autograd import AutogradWorld
 from verification.simulation.faults import Fault
 from verification.simulation.groups import GroupsWorld
+from verification.simulation.joining_rpc import JoiningWorld
 from verification.simulation.messages import MessagesWorld
 from verification.simulation.network import Quality
 from verification.simulation.rpc import RpcWorld
@@ -86,6 +92,7 @@ class Mutation(NamedTuple):
             MessagesWorld: [messages.plan, _death_while_meeting],
             RpcWorld: [rpc.plan],
             AutogradWorld: [rpc.plan, _late_crash],
+            JoiningWorld: [joining_rpc.plan, _death_alone],
         }
         for seed in range(_MAX_OTHER_SEEDS):
             yield from (planner(seed) for planner in planners[self.world])
@@ -228,7 +235,24 @@ def _await_the_gone(
     _await(self, is_ready, tuple, doing)
 
 
-_take_message = CurveBridge._arrived
+def _take_the_name_of_anybody(self: _Conflict, deadline: Deadline) -> str:
+    return "had to go"
+
+
+def _wait_for_no_member(self: DynamicGroup) -> list[int]:
+    return []
+
+
+def _take_any_for_alive(address: str) -> ProbeResult:
+    return ProbeResult.LISTENING
+
+
+def _forget_after_the_end(self: EventLoop, rank: int, how: str) -> None:
+    with mock.patch.object(self, "closing", False):
+        _forget(self, rank, how)
+
+
+_take_message, _forget = CurveBridge._arrived, EventLoop.forget
 _say, _flush = FailureDetector._say, PairConnection.flush
 _fork, _remove_lost, _execute = RRefContext.fork, RRefContext.remove_lost, CallExecutor.execute
 _note_received, _break_off = PairConnection.note_received, PairConnection.break_off
@@ -264,6 +288,11 @@ def _late_crash(seed: int) -> Plan:
     """Return a run of three machines far from each other, so that much is under way when one crashes."""
     crash = Fault(1.0 + 0.1 * seed, "crash", 1, 0, 0, 0.0)
     return Plan(seed, (0, 1, 2), 0.01, Quality(0.05, 0.02), [crash], most_turns=40_000)
+
+
+def _death_alone(seed: int) -> Plan:
+    """Return a run in which the only RPC worker dies, and another process wants its name."""
+    return Plan(seed, (0, 1), 0.0, Quality(), [Fault(1.5, "crash", 0, 0, 0, 0.0)], most_turns=60_000)
 
 
 # In the first two, ranks shrink for the death of another before two hosts know that they are cut off.
@@ -407,5 +436,22 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "await the gone": Mutation(
         GraphTask, "_await", _await_the_gone, AutogradWorld, rpc.plan(42), "timed out"
+    ),
+    "take the name of anybody": Mutation(
+        _Conflict, "end_reason", _take_the_name_of_anybody, JoiningWorld, joining_rpc.plan(0), "which is well"
+    ),
+    "wait for no member": Mutation(
+        DynamicGroup,
+        "_not_connected",
+        _wait_for_no_member,
+        JoiningWorld,
+        joining_rpc.plan(0),
+        "does not know",
+    ),
+    "take any for alive": Mutation(
+        dynamic_group, "probe", _take_any_for_alive, JoiningWorld, _death_alone(0), "nobody has its name"
+    ),
+    "forget after the end": Mutation(
+        EventLoop, "forget", _forget_after_the_end, JoiningWorld, joining_rpc.plan(408), "KeyError"
     ),
 }

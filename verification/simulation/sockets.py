@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -24,16 +25,20 @@ class Machine:
 
     Attributes:
         mailboxes: of the ranks that share an arena, by its address.
+        listens_at_once: whether connections to a rank wait before it is ready, as in the kernel's queue.
+            Where they are refused, both ends try again.
     """
 
     network: Network
     descriptors: dict[int, Source]
     mailboxes: dict[int, list[Any]]
+    listens_at_once = False
 
     @classmethod
     def begin(cls, network: Network) -> None:
         """Begin another run."""
         cls.network, cls.descriptors, cls.mailboxes = network, {}, {}
+        cls.listens_at_once = False
 
     @classmethod
     def open(cls, source: Source) -> int:
@@ -307,6 +312,28 @@ class _Pair(Source):
         pass
 
 
+def _probe(where: tuple[str, int], timeout: float) -> contextlib.AbstractContextManager[None]:
+    """Wait until a connection is made, refused or given up."""
+    network, process, answer = Machine.network, here(), Source()
+    told: list[int] = []
+
+    def tell(error: int) -> None:
+        told.append(error)
+        answer.changed(network.run)
+
+    def arrive() -> None:
+        error = 0 if where in network.bound else errno.ECONNREFUSED
+        network.run.call_later(network.delay(server, process.host), partial(tell, error))
+
+    server = network.host(where[0])
+    connect_later(network, process, server, arrive, tell)
+    answer.await_change(network.run, timeout)
+    error = told[0] if told else errno.ETIMEDOUT
+    if error:
+        raise OSError(error, os.strerror(error))
+    return contextlib.nullcontext()
+
+
 class SimulatedSockets:
     """The module ``socket``."""
 
@@ -315,6 +342,12 @@ class SimulatedSockets:
 
     def socket(self, *arguments: Any, **named: Any) -> Any:
         return socket.socket(*arguments, **named) if active() is None else SimulatedSocket(*arguments)
+
+    def create_connection(self, where: tuple[str, int], timeout: float) -> Any:
+        """Find out whether somebody listens; nothing is ever sent there."""
+        if active() is None:
+            return socket.create_connection(where, timeout)
+        return _probe(where, timeout)
 
     def socketpair(self) -> Any:
         if active() is None:

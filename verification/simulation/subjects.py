@@ -12,7 +12,17 @@ from unittest import mock
 
 import torch
 
-from verification.simulation import autograd, files, groups, growing, messages, product, replicas, rpc
+from verification.simulation import (
+    autograd,
+    files,
+    groups,
+    growing,
+    joining_rpc,
+    messages,
+    product,
+    replicas,
+    rpc,
+)
 from verification.simulation.faults import fewer
 from verification.simulation.groups import BOUND_S
 from verification.simulation.scheduler import SimulationError
@@ -122,6 +132,7 @@ SUBJECTS: dict[str, Callable[[int], Failure | None]] = {
     "growing": lambda seed: _check_world(growing.plan, growing.GrowingWorld, seed),
     "messages": lambda seed: _check_world(messages.plan, messages.MessagesWorld, seed),
     "rpc": lambda seed: _check_world(rpc.plan, rpc.RpcWorld, seed),
+    "joining": lambda seed: _check_world(joining_rpc.plan, joining_rpc.JoiningWorld, seed),
     "autograd": lambda seed: _check_world(rpc.plan, autograd.AutogradWorld, seed),
 }
 """What runs a seed, by the name of what is simulated."""

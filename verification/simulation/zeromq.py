@@ -8,6 +8,7 @@ the product builds on it (transport/event_loop.py, pair.py, framing.py, endpoint
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -157,6 +158,11 @@ class PushSocket(_Socket):
             delay = self.network.delay(self.network.host(where[0]), self.process.host)
             self.run.call_later(delay, partial(self._event, zmq.EVENT_CLOSED))
             return
+        pull.accept(partial(self._shake_hands, pull))
+
+    def _shake_hands(self, pull: PullSocket) -> None:
+        if self._is_over:
+            return
         connection = self._connection = _Connection(self, pull)
         pull.context.authenticate(connection, self.curve_publickey)
         self.run.call_later(_HANDSHAKE_SECONDS, partial(self._time_out, connection))
@@ -226,11 +232,26 @@ class PullSocket(_Socket):
         self._where: tuple[str, int] | None = None
         self._frames: deque[tuple[_Connection, bytes]] = deque()
         self._is_asleep, self._is_signalled = True, False
+        self._backlog: list[Callable[[], None]] | None = []  # None: it is open
         self.process.on_crash.append(self.close)
 
     def listen(self, where: tuple[str, int]) -> None:
+        """Have connections come; they wait until :meth:`open`."""
         self._where = where
         self.network.bound[where] = self
+
+    def open(self) -> None:
+        """Take the connections that wait, and all later ones."""
+        waiting, self._backlog = self._backlog or [], None
+        for each in waiting:
+            each()
+
+    def accept(self, shake_hands: Callable[[], None]) -> None:
+        """Take a connection, now or when this is open."""
+        if self._backlog is None:
+            shake_hands()
+        else:
+            self._backlog.append(shake_hands)
 
     def is_readable(self) -> bool:
         return self._is_signalled
@@ -363,9 +384,12 @@ class SimulatedListener:
         self.endpoint = f"tcp://{address}:{self._where[1]}"
         self.monitor = _Monitor()
         self.is_shut = False
+        if Machine.listens_at_once:
+            inbox.listen(self._where)
 
     def open(self, expected: int) -> None:
         self._inbox.listen(self._where)
+        self._inbox.open()
 
     def prove(self, descriptor: _Connection) -> _Incoming:
         return descriptor.incoming

@@ -147,6 +147,8 @@ class EventLoop:
     def forget(self, rank: int, how: str) -> None:
         """Admit a rank no more, and take nothing that still comes from it."""
         with self._lock:
+            if self.closing:
+                return  # it may have come after that, and not have been admitted
             peer = self.peer(rank)
             peer.end_reason = peer.end_reason or how
             self._endpoints.pop(rank, None)
