@@ -43,6 +43,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torchestra.engine.failure.liveness import process_start
 from torchestra.errors import DistError
 from torchestra.launcher.membership_file import read_membership
 from torchestra.store.replicated.addresses import Addresses
@@ -84,11 +85,12 @@ class RankProcess:
     """One process of a rank, by its log.
 
     Attributes:
+        pid: its number, and when it started: numbers are used again.
         steps: the steps that it has done, each with the checksum after it and when that was.
     """
 
     rank: int
-    pid: int
+    pid: str
     steps: list[tuple[int, str, float]] = field(default_factory=list)
 
 
@@ -98,7 +100,7 @@ class Kill:
 
     time: float
     rank: int
-    pid: int
+    pid: str
     state: str
 
 
@@ -131,7 +133,7 @@ class Job:
         found = []
         for path in self.folder.glob("log-*"):
             _, rank, pid = path.name.split("-")
-            process = RankProcess(int(rank), int(pid))
+            process = RankProcess(int(rank), pid)
             for line in path.read_text().splitlines():
                 step, checksum, when = line.split()
                 process.steps.append((int(step), checksum, float(when)))
@@ -249,15 +251,17 @@ class Killer:
         trained = {path.name for path in self._job.folder.glob("log-*") if path.stat().st_size}
         states = only or (("trains", "joins") if self._random.random() < _JOINERS_TOO else ("trains",))
         killed = {kill.pid for kill in self.kills}
-        members = [each for each in told["members"] if each["pid"] not in killed]
+        there = [each for each in told["members"] if each["pid"] is not None]
+        named = [{**each, "id": f"{each['pid']}.{process_start(each['pid'])}"} for each in there]
+        members = [each for each in named if each["id"] not in killed]
         alive = [each for each in members if each["state"] in states and self._may_kill(each)]
         training = [each for each in members if each["state"] == "trains"]
-        have_state = {each["pid"] for each in training if f"log-{each['rank']}-{each['pid']}" in trained}
+        have_state = {each["id"] for each in training if f"log-{each['rank']}-{each['id']}" in trained}
         victims = self._random.sample(alive, min(len(alive), 1 + (self._random.random() < _TWO_AT_ONCE)))
         wanted = self._settings.kills - len(self.kills)
         if self._settings.optimizer == "zero" and not only and len(have_state) < self._settings.nproc:
             return False
-        if not victims or not have_state - {victim["pid"] for victim in victims[:wanted]}:
+        if not victims or not have_state - {victim["id"] for victim in victims[:wanted]}:
             return False
         if not self.store_kills or self._random.random() < _STORE_TOO:
             self._kill_replica(told["store"])
@@ -267,7 +271,7 @@ class Killer:
                 os.kill(victim["pid"], signal.SIGKILL)
             except ProcessLookupError:
                 continue
-            self.kills.append(Kill(now, victim["rank"], victim["pid"], victim["state"]))
+            self.kills.append(Kill(now, victim["rank"], victim["id"], victim["state"]))
         return True
 
     def _kill_replica(self, store: list[dict[str, Any]]) -> None:
@@ -284,7 +288,7 @@ class Killer:
     def _may_kill(self, member: dict[str, Any]) -> bool:
         """Spare a rank that joins if the one before it was killed while joining: three are a crash loop."""
         earlier = [kill.state for kill in self.kills if kill.rank == member["rank"]]
-        return member["pid"] is not None and not (member["state"] == "joins" and earlier[-1:] == ["joins"])
+        return not (member["state"] == "joins" and earlier[-1:] == ["joins"])
 
     def _count_descriptors(self) -> int:
         """How many files launcher and fork server have open."""
@@ -310,9 +314,6 @@ def _children(pid: int) -> list[int]:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-# What the logs say
 
 
 def check_steps(processes: list[RankProcess], undisturbed: list[RankProcess], steps: int) -> list[str]:
@@ -423,9 +424,6 @@ def report(settings: argparse.Namespace, killer: Killer, times: Times, steps: in
         table_row("from a death until its replacement has done a step", times.returns),
     ]
     return "\n".join(lines)
-
-
-# The run
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import nn
 
 import torchestra as dist
 from torchestra import elastic
+from torchestra.engine.failure.liveness import process_start
 from torchestra.optim import ZeroRedundancyOptimizer
 
 SHARDS = 8
@@ -133,7 +134,7 @@ def main() -> None:
     if settings.optimizer == "zero":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
     state = elastic.State(model, optimizer, padding, replicas=settings.replicas)
-    name = f"{os.environ['RANK']}-{os.getpid()}"
+    name = f"{os.environ['RANK']}-{os.getpid()}.{process_start(os.getpid())}"
     log = Log(settings.folder / f"log-{name}", model)
     pace = Pace(settings.folder, settings.step_ms / 1e3, settings.steps)
     step = -1

@@ -59,7 +59,11 @@ def test_the_end_of_a_job_is_waited_for_as_long_as_it_makes_steps(
 def processes() -> list[RankProcess]:
     """Two ranks, of which one dies after step 5 and its replacement begins with step 8; 0.1 s a step."""
     steps = [(step, f"{step:08x}", 10.0 + step / 10) for step in range(12)]
-    return [RankProcess(0, 100, steps), RankProcess(1, 101, steps[:6]), RankProcess(1, 102, steps[8:])]
+    return [
+        RankProcess(0, "100.1", steps),
+        RankProcess(1, "101.1", steps[:6]),
+        RankProcess(1, "102.7", steps[8:]),
+    ]
 
 
 def test_a_log_without_a_flaw_has_no_problem(processes: list[RankProcess]) -> None:
@@ -71,8 +75,8 @@ def test_steps_that_are_lost_or_done_twice_or_differ_are_found(processes: list[R
     whole = processes[0].steps
     for steps, problem in {
         (*whole[:7], *whole[8:]): "1 steps were done by nobody, such as 7",
-        (*whole[:8], *whole[7:]): "rank 0 (pid 100) has done a step twice: [7]",
-        (*whole[:7], (7, "other", 10.7), *whole[8:]): "rank 0 (pid 100) has other parameters after step 7",
+        (*whole[:8], *whole[7:]): "rank 0 (pid 100.1) has done a step twice: [7]",
+        (*whole[:7], (7, "other", 10.7), *whole[8:]): "rank 0 (pid 100.1) has other parameters after step 7",
     }.items():
         processes[0].steps = list(steps)
         assert check_steps(processes, undisturbed, 12) == [problem]
@@ -83,7 +87,7 @@ def test_pauses_and_returns_are_measured(processes: list[RankProcess]) -> None:
         (step, text, when + (0.3 if step >= 6 else 0.0)) for step, text, when in processes[0].steps
     ]
     processes[2].steps = [(step, text, when + 0.3) for step, text, when in processes[2].steps]
-    times = measure(processes, [Kill(10.55, 1, 101, "trains")])
+    times = measure(processes, [Kill(10.55, 1, "101.1", "trains")])
     assert times.step == pytest.approx(0.1)
     assert times.deaths == [pytest.approx(0.4)], "of rank 0, between steps 5 and 6"
     assert times.returns == [pytest.approx(0.55)]
