@@ -77,7 +77,8 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def _nothing_for_later_modules() -> Iterator[None]:
     """Fail the module that leaves something, and not the one whose test finds it.
 
-    That is threads of an RPC worker, and garbage that complains when it is collected: open files, say.
+    That is threads of an RPC worker, garbage that complains when it is collected (open files, say), and
+    collection turned off, which it may be for a moment while a thread looks at frames.
     """
     before = set(threading.enumerate())
     yield
@@ -86,6 +87,9 @@ def _nothing_for_later_modules() -> Iterator[None]:
     while left := rpc_workers.threads_since(before):
         assert time.monotonic() < deadline, f"a test of this module has not shut down a worker: {left}"
         time.sleep(0.01)
+    while not gc.isenabled():
+        assert time.monotonic() < deadline, "a test of this module has turned garbage collection off"
+        time.sleep(0.001)
 
 
 @pytest.fixture

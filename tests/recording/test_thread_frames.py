@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
+from types import FrameType
 
 import pytest
 
 from torchestra.engine.diagnosis.program import describe_programs
 from torchestra.engine.recorder.callsites import call_site
-from torchestra.system.thread_frames import current_frames
+from torchestra.system import thread_frames
 
 
 def test_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,13 +30,32 @@ def test_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     other.join()
     assert len(collects) >= 4
     assert not any(collects)
-    assert gc.isenabled()
 
 
-def test_collections_that_the_program_has_turned_off_stay_off() -> None:
-    gc.disable()
-    try:
-        assert threading.get_ident() in current_frames()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+def test_collections_are_as_before_afterwards() -> None:
+    with thread_frames._looking:  # threads of other tests look now and then
+        assert threading.get_ident() in thread_frames.current_frames()
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            assert threading.get_ident() in thread_frames.current_frames()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # threads of other tests
+def test_a_child_that_is_forked_meanwhile_collects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would never collect again: the thread that looked does not exist there."""
+    children: list[int] = []
+
+    def fork() -> dict[int, FrameType]:
+        children.append(os.fork())
+        if children[-1] == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", fork)
+    thread_frames.current_frames()
+    _, status = os.waitpid(children[0], 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 # Else one thread might allow collections while another still looks. A finaliser may look, too.
 _looking = threading.RLock()
+_turned_off = False
 
 
 def current_frames() -> dict[int, FrameType]:
@@ -32,20 +33,26 @@ def current_exceptions() -> dict[int, Any]:
 
 
 def _without_collections(look: Callable[[], T]) -> T:
+    global _turned_off
     with _looking:
         collects = gc.isenabled()
         try:
+            _turned_off = collects
             gc.disable()
             return look()
         finally:
             if collects:
                 gc.enable()
+                _turned_off = False
 
 
-def _renew_lock() -> None:
-    """Replace the lock in a forked child, where a thread that does not exist may have it."""
-    global _looking
+def _begin_anew() -> None:
+    """Undo in a forked child what a thread has begun that does not exist there."""
+    global _looking, _turned_off
     _looking = threading.RLock()
+    if _turned_off:
+        gc.enable()
+        _turned_off = False
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_begin_anew)
