@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -336,6 +339,22 @@ def test_an_answer_that_comes_too_late_is_not_kept(monkeypatch: pytest.MonkeyPat
     question = json.loads(link.said[-1][2])[0]
     link.receive(1, ControlMessage.answer, question.to_bytes(8, "little") + b"too late")
     assert made._answers == {}
+
+
+def test_the_thread_that_answers_questions_keeps_nothing_when_it_has_answered() -> None:
+    """It waited for more, and kept the memory of a group that was long over."""
+    made, _, link = detector_of([[0], [1]], 0)
+    answered: list[int] = []
+    for number in range(3):
+        made._do(partial(answered.append, number))
+    detector = weakref.ref(made)
+    del made, link
+    deadline = time.monotonic() + SECONDS
+    while len(answered) < 3 or detector() is not None:
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.001)
+    assert answered == [0, 1, 2]
 
 
 def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_confirmed_it() -> None:

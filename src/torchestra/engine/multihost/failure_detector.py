@@ -25,9 +25,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict
 from functools import partial
@@ -98,7 +98,7 @@ class FailureDetector:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: deque[Callable[[], None]] = deque()
         self._worker: threading.Thread | None = None
         self._questions = itertools.count(1)
         # By question that waits for answers, and by host: what, and when.
@@ -314,16 +314,24 @@ class FailureDetector:
 
     def _do(self, task: Callable[[], None]) -> None:
         """Run a task that may take long, on a thread for that."""
-        self._tasks.put(task)
         with self._lock:
+            self._tasks.append(task)
             if self._worker is None:
                 name = f"torchestra-control-{self._context.name}-{self.host}"
                 self._worker = threading.Thread(target=self._work, name=name, daemon=True)
                 self._worker.start()
 
     def _work(self) -> None:
-        while True:
-            self._tasks.get()()
+        """Run the tasks, and end: a thread that waited for more would keep the group's memory for ever."""
+        while (task := self._next_task()) is not None:
+            task()
+
+    def _next_task(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._tasks:
+                return self._tasks.popleft()
+            self._worker = None
+            return None
 
     # -- the end of the group
 
