@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import inspect
 import itertools
 import json
@@ -36,7 +37,10 @@ def judged(directory: Path) -> Database:
     """What torch's own analyser makes of a directory."""
     options = argparse.Namespace(trace_dir=str(directory), prefix=None, verbose=False, mismatch_cap=10)
     options.just_print_entries = options.allow_incomplete_ranks = False
-    details, version = read_dir(options)
+    try:
+        details, version = read_dir(options)
+    finally:
+        gc.enable()  # which it turns off for good
     return build_db(details, options, version)
 
 
