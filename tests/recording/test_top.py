@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -23,6 +24,7 @@ from rich.console import Console
 from test_rates import ENTRY, RECEIVE, group, rank
 
 from torchestra.cli import main
+from torchestra.engine.diagnosis import process_counts
 from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import HostRecord, RankRecord, Tally
 from torchestra.monitor.live.keyboard import Keyboard
@@ -258,3 +260,19 @@ def test_a_replay_on_a_terminal_obeys_keys(tmp_path: Path) -> None:
             os.write(ours, b"q")
             await_text(ours, "\x1b[?1049l")
             assert process.wait() == 0
+
+
+def test_a_thread_that_ends_while_a_process_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, own, end = process_counts._stat, str(os.getpid()), threading.Event()
+
+    def stat(path: Path) -> list[str]:
+        if "task" in path.parts and path.parent.name != own:
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(process_counts, "_stat", stat)
+    other = threading.Thread(target=end.wait)
+    other.start()
+    assert process_counts.read_process(os.getpid()).all_threads == 1
+    end.set()
+    other.join()

@@ -46,7 +46,7 @@ def read_process(pid: int) -> ProcessCounts:
     folder = _PROC / str(pid)
     stat = _stat(folder / "stat")
     on_core_ns, runnable_ns = map(int, (folder / "schedstat").read_text().split()[:2])
-    states = [_stat(thread / "stat")[_STATE] for thread in (folder / "task").iterdir()]
+    states = _thread_states(folder / "task")
     return ProcessCounts(
         cpu_s=on_core_ns / 1e9,
         runnable_s=runnable_ns / 1e9,
@@ -59,6 +59,15 @@ def read_process(pid: int) -> ProcessCounts:
         threads=states.count("R"),
         all_threads=len(states),
     )
+
+
+def _thread_states(folder: Path) -> list[str]:
+    """Return the state of each thread, but for those that end meanwhile."""
+    states = []
+    for thread in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            states.append(_stat(thread / "stat")[_STATE])
+    return states
 
 
 def _stat(path: Path) -> list[str]:
