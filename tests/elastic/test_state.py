@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import pytest
@@ -206,10 +207,14 @@ def test_a_rank_whose_sources_die_keeps_what_it_has(monkeypatch: pytest.MonkeyPa
         each.result()
 
 
-def test_the_checksum_of_a_transfer_sees_one_changed_word_and_misplaced_stretches() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in (9003, 77, 7)]
-    block = [Piece(0, 3, 9001), Piece(1, 0, 77), Piece(2, 0, 5)]
+@pytest.mark.parametrize("start", [3, 16])
+def test_the_checksum_of_a_transfer_sees_one_changed_word_and_misplaced_stretches(start: int) -> None:
+    generator, length = torch.Generator().manual_seed(0), 41770  # twice four pages, two pages, and some bytes
+    stop = length - 2
+    tensors = [
+        torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in (length, 77, 7)
+    ]
+    block = [Piece(0, start, stop), Piece(1, 0, 77), Piece(2, 0, 5)]
 
     def checksum(*changed: tuple[slice, torch.Tensor]) -> int:
         large = tensors[0].clone()
@@ -218,18 +223,23 @@ def test_the_checksum_of_a_transfer_sees_one_changed_word_and_misplaced_stretche
         return TensorBlocks([large, *tensors[1:]]).transfer_checksum(block)
 
     expected, large = checksum(), tensors[0]
-    assert checksum((slice(0, 3), large[:3] + 1), (slice(9001, None), large[9001:] + 1)) == expected
-    for place in (3, 1500, 8195, 9000):
+    beside = (slice(0, start), large[:start] + 1), (slice(stop, None), large[stop:] + 1)
+    assert checksum(*beside) == expected
+    pages = [slice(start + page * 4096, start + (page + 1) * 4096) for page in range(10)]
+    for place in (start, *(page.start + 1501 for page in pages), stop - 1):
         assert checksum((slice(place, place + 1), large[place : place + 1] ^ 128)) != expected
-    first, second = slice(3, 4099), slice(4099, 8195)
-    assert checksum((first, large[second]), (second, large[first])) != expected
-    assert checksum((slice(3, 8000), large[4:8001])) != expected
+    for first, second in itertools.combinations(pages, 2):
+        assert checksum((first, large[second]), (second, large[first])) != expected
+    assert checksum((slice(start, 40000), large[start + 1 : 40001])) != expected
     blocks = TensorBlocks(tensors)
-    copied, back = bytearray(bytes_of(block)), TensorBlocks([torch.zeros_like(each) for each in tensors])
+    targets = [torch.zeros_like(each) for each in tensors]
+    copied, back = bytearray(bytes_of(block)), TensorBlocks(targets)
     address = ctypes.addressof(ctypes.c_char.from_buffer(copied))
     assert blocks.copy_out(block, address) == expected
-    assert copied == bytes(large[3:9001]) + bytes(tensors[1]) + bytes(tensors[2][:5])
+    assert copied == bytes(large[start:stop]) + bytes(tensors[1]) + bytes(tensors[2][:5])
     assert back.copy_in(block, address) == back.transfer_checksum(block) == expected
+    torch.testing.assert_close(targets[0][start:stop], large[start:stop])
+    assert not any(map(torch.any, (targets[0][:start], targets[0][stop:])))
 
 
 @pytest.mark.parametrize("wrong", [(), (3,)])

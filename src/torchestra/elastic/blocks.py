@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchestra.elastic.parts import TensorSpec
-from torchestra.engine.kernels.checksum import LINE_BYTES, copy_summed
+from torchestra.engine.kernels.checksum import copy_summed, stream_summed, summed
 
 BLOCK_BYTES = 1 << 20
 _MERGED_BELOW = 64 << 10
 """Shorter pieces of a block are sent in one message."""
 _MULTIPLIER = 31
+_KERNEL_MIN_BYTES = 8
 
 
 class Piece(NamedTuple):
@@ -86,25 +86,29 @@ class TensorBlocks:
         not tell whether two values are equal, as it misses words that change places within 4 KiB.
         """
         value = 0
-        line = np.empty(LINE_BYTES, dtype=np.uint8)
         for piece in self._pieces(block):
-            value = _summed(piece, line.ctypes.data, value, advance=0)
+            source = piece.cpu()
+            value = _add(source.data_ptr(), len(source), value)
         return value
 
     def copy_out(self, block: Block, address: int) -> int:
         """Copy a block into memory of its length; return its :meth:`transfer_checksum`."""
         value = 0
         for piece in self._pieces(block):
-            value = _summed(piece, address, value)
+            source = piece.cpu()
+            value = _copy(copy_summed, address, source.data_ptr(), len(source), value)
             address += len(piece)
         return value
 
     def copy_in(self, block: Block, address: int) -> int:
-        """Copy a block from memory of its length; return the :meth:`transfer_checksum` of what was there."""
+        """Copy a block from memory of its length; return the :meth:`transfer_checksum` of what was there.
+
+        It goes past the caches: a state seldom fits into them.
+        """
         value = 0
         for piece in self._pieces(block):
             arrived = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
-            value = _copied(arrived.data_ptr(), address, len(piece), value)
+            value = _copy(stream_summed, arrived.data_ptr(), address, len(piece), value)
             if arrived is not piece:
                 piece.copy_(arrived)
             address += len(piece)
@@ -125,18 +129,19 @@ class TensorBlocks:
         return Receiving(long, short)
 
 
-def _copied(target: int, source: int, length: int, checksum: int, advance: int = LINE_BYTES) -> int:
-    """Copy some bytes, with :func:`copy_summed` where they are enough for it; return the checksum."""
-    if length >= 8:
-        return int(copy_summed(target, advance, source, length, checksum))
+def _copy(kernel: Callable[..., int], target: int, source: int, length: int, checksum: int) -> int:
+    """Copy some bytes, with a kernel where they are enough for it; return the checksum."""
+    if length >= _KERNEL_MIN_BYTES:
+        return int(kernel(target, source, length, checksum))
     ctypes.memmove(target, source, length)
+    return _add(source, length, checksum)
+
+
+def _add(source: int, length: int, checksum: int) -> int:
+    """Return the checksum when some bytes are added."""
+    if length >= _KERNEL_MIN_BYTES:
+        return int(summed(source, length, checksum))
     return ctypes.c_int64(checksum * _MULTIPLIER + zlib.crc32(ctypes.string_at(source, length))).value
-
-
-def _summed(piece: torch.Tensor, target: int, checksum: int, advance: int = LINE_BYTES) -> int:
-    """Copy a tensor's bytes; return the checksum."""
-    source = piece.cpu()
-    return _copied(target, source.data_ptr(), len(source), checksum, advance)
 
 
 class Receiving:
