@@ -115,8 +115,8 @@ MUTATIONS = [
         _WAITING + "stop_waiting", "store(context + HOLDS_INTERPRETER, 1)", "pass", "all_reduce, started"
     ),
     # Beginning an operation, and meeting.
-    Mutation(_WAITING + "enter", "load(context + SEEN) < begun", "False", "broadcast, ten ahead"),
-    Mutation(_WAITING + "enter", "- apart", "- apart - 1", "broadcast, ten ahead"),
+    Mutation(_WAITING + "enter", "load(context + SEEN) < begun", "False", "broadcast, far ahead"),
+    Mutation(_WAITING + "enter", "- apart", "- apart - 1", "broadcast, far ahead"),
     Mutation(
         _WAITING + "meet",
         "if code != DONE:\n                return code\n            line",

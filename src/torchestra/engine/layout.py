@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 15
+VERSION = 16
 MEMORY_FILE = "torchestra"  # the prefix of the names of all arenas' memory files
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for records of ended arenas (flight_dump.py)
 PAGE = 4096
@@ -83,7 +83,7 @@ ABORT_EXPLAINED = 1  # a rank is finding out what to write; another may write in
 ABORT_WRITTEN = 2  # a rank writes, or has written
 
 # A control block's words, as byte offsets.
-CONTROL_BYTES = 8192
+CONTROL_BYTES = 12288
 WAITERS = 128  # how many ranks sleep on a FLAG of this one
 STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
@@ -109,7 +109,7 @@ CALLED = 512  # what the rank called in a mismatch
 CALLED_BYTES = 2560
 LAST_SEEN = 3072  # where its program was lately (diagnosis/last_seen.py)
 LAST_SEEN_BYTES = 1024
-ANSWER = 5120  # what its program does (diagnosis/facts.py)
+ANSWER = 6144  # what its program does (diagnosis/facts.py)
 ANSWER_BYTES = 3072
 
 FLAG_LINES = 4096  # a line for each of the last operations: that of number n is line n modulo FLAGS
@@ -124,8 +124,8 @@ PAYLOAD_BYTES = 40
 LENDS = 32  # of longer pieces: ABLE or NOT_ABLE if the rank lends its tensor (single_copy.py), else 0
 HEAP_START = 40  # the address of its heap, by its own mapping, if the tensor that it lends lies there
 ADDRESS = 48  # of that tensor, in its own memory
-FLAGS = 16  # a power of two
-WINDOW = 8  # how many operations ranks may be apart (waiting.py)
+FLAGS = 32  # a power of two
+WINDOW = 16  # how many operations ranks may be apart (waiting.py)
 
 ABLE = 1
 NOT_ABLE = 2
