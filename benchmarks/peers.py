@@ -32,6 +32,7 @@ from mpi4py import MPI
 print(MPI.Get_library_version())
 """
 _PROBE_SECONDS = 30
+_HUGE_PAGES = ("NUMPY_MADVISE_HUGEPAGE", "THP_MEM_ALLOC_ENABLE")
 _ENVIRONMENTS = (".venv-mpich", ".venv-openmpi", ".venv-impi")
 _LIBRARIES = (("mpich", "MPICH"), ("open mpi", "Open MPI"), ("intel", "Intel MPI"), ("mvapich", "MVAPICH"))
 # Left over from a launcher that started the benchmark itself; a rank would believe them.
@@ -166,10 +167,15 @@ def library_name(version: str) -> str:
 
 
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank: this process's own, without another launcher's traces, one thread."""
+    """Return the environment of a rank: this process's own, without another launcher's traces.
+
+    All ranks have one thread, and buffers in pages of one size: by default NumPy, from which the MPIs have
+    theirs, asks for huge pages from 4 MB on, and torch does not.
+    """
     environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment.update(dict.fromkeys(threads, "1"))
+    environment.update(dict.fromkeys(_HUGE_PAGES, "0"))
     environment.update(extra)
     return environment
 

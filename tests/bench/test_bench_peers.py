@@ -116,8 +116,10 @@ def test_ranks_have_one_thread_and_no_traces_of_another_launcher(monkeypatch):
     ):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     environment = rank_environment({"RANK": "1"})
     assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["NUMPY_MADVISE_HUGEPAGE"] == environment["THP_MEM_ALLOC_ENABLE"] == "0"
     assert environment["RANK"] == "1"
     assert not {"WORLD_SIZE", "MASTER_PORT", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"} & set(
         environment
