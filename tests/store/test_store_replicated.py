@@ -19,7 +19,7 @@ from replicas import ReplicaProcesses, replicas_here
 from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, ReplicatedStore, StoreReplica
 from torchestra.store.base import pauses
-from torchestra.store.replicated import server, sessions
+from torchestra.store.replicated import refreshing, server, sessions
 from torchestra.store.replicated.addresses import Addresses
 from torchestra.store.replicated.client import LostReplica
 from torchestra.store.tcp.protocol import Request
@@ -132,13 +132,14 @@ def test_primaries_are_killed_while_clients_add_append_and_swap(processes: Repli
 def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let half a second of silence be enough to replace a replica."""
     monkeypatch.setattr(server, "VIEW_CHANGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(refreshing, "_EVERY_S", 0.2)
 
 
 @pytest.mark.usefixtures("soon_lost")
 def test_replicas_are_lost_one_after_another_and_others_take_their_places() -> None:
     """All with which the store began are lost at last: clients find those that are there now."""
     processes, ended = ReplicaProcesses(3), threading.Event()
-    store = ReplicatedStore(processes.addresses, LONG)
+    store, idle = (ReplicatedStore(processes.addresses, LONG) for _ in range(2))
     with contextlib.closing(processes), ThreadPoolExecutor(2) as threads:
         acting = [
             threads.submit(act, processes.addresses, client, lambda: not ended.is_set())
@@ -160,7 +161,8 @@ def test_replicas_are_lost_one_after_another_and_others_take_their_places() -> N
         check_register([swap for _, swaps in results for swap in swaps], store.get("register"))
         newcomer = ReplicatedStore(processes.addresses, LONG)
         assert list(newcomer.addresses) == list(store.addresses) == processes.addresses
-        assert newcomer.get("sum") == str(len(sums)).encode()
+        assert newcomer.get("sum") == idle.get("sum") == str(len(sums)).encode()
+        idle.close()
 
 
 @pytest.mark.usefixtures("soon_lost")

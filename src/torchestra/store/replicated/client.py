@@ -13,6 +13,7 @@ from torchestra.errors import QueueEmptyError, StoreTimeoutError
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT, Store, interruptible_sleep, missing_keys_error
 from torchestra.store.replicated.addresses import Addresses, parse_address
 from torchestra.store.replicated.messages import REPLACE
+from torchestra.store.replicated.refreshing import Refresher
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.secret import Secret, job_secret
 from torchestra.store.tcp.client_store import ClientStore, invalid_reply, milliseconds
@@ -20,6 +21,7 @@ from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, number
 from torchestra.types import Timeout
 
 _BESIDE_A_VALUE_S = 0.02
+_REPLACEABLE = 3  # of fewer the others are no majority
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class ReplicatedStore(ClientStore):
         self.set_timeout(timeout)
         self._secret = job_secret(secret)
         self._addresses = Addresses(addresses)
+        self._refresher = Refresher() if len(self._addresses) >= _REPLACEABLE else None
         self._begin()
         try:
             self._pool.request(Request.CHECK, [], 0.0, self.timeout.total_seconds())
@@ -81,7 +84,7 @@ class ReplicatedStore(ClientStore):
             raise
 
     def _begin(self) -> None:
-        self._pool = SessionPool(self._addresses, self._secret, repr(self))
+        self._pool = SessionPool(self._addresses, self._secret, repr(self), self._refresher)
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     @property

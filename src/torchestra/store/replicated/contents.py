@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.store.replicated.addresses import parse_address
-from torchestra.store.replicated.messages import REPLACE, SESSION_BYTES, Entry
+from torchestra.store.replicated.messages import REFRESH, REPLACE, SESSION_BYTES, Entry
 from torchestra.store.table import Table
 from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request, number
 from torchestra.store.tcp.requests import Waiting, Waker, answer
 
 READS = frozenset({Request.GET, Request.CHECK, Request.WAIT, Request.LIST, Request.QUEUE_LENGTH})
 """Requests that change nothing: they may be carried out again, and by one replica alone."""
-UNNUMBERED = READS | {REPLACE}
+UNNUMBERED = READS | {REPLACE, REFRESH}
 """Requests that may be made again without harm, though their answer was lost."""
 _MAX_SESSIONS = 1 << 16
 _MAX_GENERATION = 1 << 15  # as an incarnation has room for: see server.py

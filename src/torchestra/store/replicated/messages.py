@@ -13,6 +13,8 @@ SUBMIT = 32
 """A client's request: session, number, code of the request, its fields (protocol.py)."""
 REPLACE = 41
 """A client's request to replace a lost replica, and its entry in the log: see server.py."""
+REFRESH = 42
+"""A client's request that only has it told where the replicas are, if it has not heard that yet."""
 SESSION_BYTES = 16
 MAX_REQUEST = 1 << 28
 """How many bytes a request may have, so that some of them together fit into a message between replicas."""

@@ -23,7 +23,8 @@ entry must be committed, a majority without the lost one lived a moment ago. The
 of the new one's incarnation, so that this is greater than all earlier ones, whatever the hosts' clocks say.
 
 Each replica connects to the new address when it executes the entry. A client learns of it with its next
-request: the first one on a connection after a change is answered by a REDIRECT that has all addresses.
+request: the first one on a connection after a change is answered by a REDIRECT that has all addresses. One
+that has nothing to ask asks for that alone now and then (refreshing.py).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from torchestra.store.replicated.contents import READS, UNNUMBERED, Contents, re
 from torchestra.store.replicated.messages import (
     KINDS,
     MAX_REQUEST,
+    REFRESH,
     REPLACE,
     SESSION_BYTES,
     SUBMIT,
@@ -213,6 +215,8 @@ class StoreReplica(TCPStoreServer):
         if self._told.get(peer, 0) < self._version:
             self._told[peer] = self._version
             return Reply.REDIRECT, [str(self._index).encode(), *self._addresses()]
+        if number(fields[2]) == REFRESH:
+            return Reply.OK, []
         return self._propose(peer, fields[0], number(fields[1]), number(fields[2]), fields[3:])
 
     def _propose(

@@ -22,7 +22,8 @@ from torchestra.errors import DistNetworkError, DistStoreError, InvalidArgumentE
 from torchestra.store.base import interruptible_sleep
 from torchestra.store.replicated.addresses import Addresses
 from torchestra.store.replicated.contents import UNNUMBERED
-from torchestra.store.replicated.messages import MAX_REQUEST, SESSION_BYTES, SUBMIT
+from torchestra.store.replicated.messages import MAX_REQUEST, REFRESH, SESSION_BYTES, SUBMIT
+from torchestra.store.replicated.refreshing import Refresher
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.client_store import invalid_reply
 from torchestra.store.tcp.connection import Connection
@@ -65,10 +66,14 @@ class SessionPool:
         addresses: where the replicas listen, as this process knows.
         secret: all prove that they know it.
         name: of the store, for messages.
+        refresher: of the addresses; None if replicas cannot be replaced, or that does not matter.
     """
 
-    def __init__(self, addresses: Addresses, secret: bytes | None, name: str) -> None:
+    def __init__(
+        self, addresses: Addresses, secret: bytes | None, name: str, refresher: Refresher | None = None
+    ) -> None:
         self._addresses, self._secret, self._name = addresses, secret, name
+        self._refresher = refresher
         self._primary = 0  # a guess
         self._lock = threading.Lock()
         self._idle: list[Session] = []
@@ -108,8 +113,18 @@ class SessionPool:
                 self._idle.append(session)
         return reply
 
+    def refresh(self) -> None:
+        """Ask the primary for the addresses, if it has later ones than this pool was told.
+
+        Raises:
+            DistError: there is no primary, or this pool is closed.
+        """
+        self.request(REFRESH, [], 0.0, _ANSWER_SECONDS)
+
     def close(self) -> None:
         """Close all connections, also those in use; later requests are refused."""
+        if self._refresher is not None:
+            self._refresher.discard(self)
         with self._lock:
             self._closed = True
             for session in self._idle:
@@ -135,7 +150,9 @@ class SessionPool:
                 return self._idle.pop()
             session = Session()
             self._all.add(session)
-            return session
+        if self._refresher is not None:
+            self._refresher.add(self)
+        return session
 
     def closed_error(self) -> DistStoreError:
         return DistStoreError(f"{self._name} is closed")
