@@ -40,6 +40,8 @@ def interrupted_at(place: int, files: Sequence[str]) -> Iterator[list[str]]:
                 if left < 0:
                     where.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
                     raise KeyboardInterrupt
+        elif event == "exception":
+            last[frame] = "raised"  # on the way to a handler it looks for none
         return step
 
     sys.settrace(enter)

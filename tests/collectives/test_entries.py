@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +90,47 @@ def call_with_two_threads() -> int:
 
 def test_threads_of_one_rank_take_turns() -> None:
     assert run("threads", 1, call_with_two_threads) == [0]
+
+
+def take_tensors_out_of_lists(name: str, told: queue.SimpleQueue[Any]) -> list[bool]:
+    """Rank 1 empties the lists of rank 0, which waits for it in an operation; return which were kept."""
+    communicator: Any = dist.group.WORLD.communicator
+
+    def call(lists: list[list[torch.Tensor]]) -> None:
+        if name == "all_to_all":
+            communicator.all_to_all(*lists)
+        elif name == "reduce_scatter":
+            communicator.reduce_scatter(torch.zeros(2), lists[0], dist.ReduceOp.SUM)
+        elif name == "all_gather":
+            communicator.all_gather(lists[0], torch.ones(2))
+        else:
+            communicator.all_reduce_list(lists[0], dist.ReduceOp.SUM)
+
+    lists = [[torch.ones(2) for _ in range(2)] for _ in range(1 + (name == "all_to_all"))]
+    call(lists)
+    if dist.get_rank() == 0:
+        told.put((communicator.queue.state, lists))
+        call(lists)
+        dist.barrier()
+        return []
+    state, others = told.get(timeout=SOON)
+    kept = [weakref.ref(tensor) for each in others for tensor in each]
+    while not state.inside:
+        time.sleep(0.001)
+    for each in others:
+        each.clear()
+    found = [tensor() is not None for tensor in kept]
+    call(lists)
+    dist.barrier()
+    assert all(tensor() is None for tensor in kept)
+    return found
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce_list"])
+def test_a_call_keeps_the_tensors_of_a_list_that_another_thread_changes_meanwhile(name: str) -> None:
+    *_, found = run("threads", 2, take_tensors_out_of_lists, name, queue.SimpleQueue())
+    assert len(found) >= 2
+    assert all(found)
 
 
 def interrupt_when_inside(state: Any) -> None:

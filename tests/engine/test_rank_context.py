@@ -102,7 +102,20 @@ def test_a_rank_that_dies_while_it_writes_why_does_not_stop_the_others(
     zero.abort("what rank 0 saw", failed=(1,))
     assert "what rank 0 saw" in str(zero.aborted())
     assert isinstance(one.aborted(), GroupAbortedError)
-    assert "a rank died while it said why" in str(one.aborted())
+    assert "a rank died, or was interrupted, before it had said why" in str(one.aborted())
+
+
+def test_a_rank_that_is_interrupted_while_it_finds_out_where_all_stand_tells_the_others_at_once(
+    contexts: tuple[RankContext, RankContext],
+) -> None:
+    def explain() -> str:
+        raise KeyboardInterrupt
+
+    zero, one = contexts
+    with pytest.raises(KeyboardInterrupt):
+        zero.abort("what rank 0 saw", explain=explain)
+    assert one.is_aborted
+    assert str(one.aborted()).endswith("what rank 0 saw")
 
 
 def test_a_rank_that_explains_for_too_long_says_in_the_end_what_the_others_have_said(

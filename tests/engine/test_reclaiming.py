@@ -6,27 +6,33 @@ Ranks are stopped in the middle of a reduction: in a function that the kernel ca
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from itertools import count, takewhile
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import torchestra as dist
+from interrupts import interrupted_at
 from torchestra.engine import layout as at
-from torchestra.engine import reclaiming
+from torchestra.engine import local, reclaiming
+from torchestra.engine.failure import abort
 from torchestra.engine.kernels.buffers import SHARED_PATH
 from torchestra.engine.kernels.reductions import reduction
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.membership import rank_context
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.operations import COLLECTIVES, Kind
+from torchestra.engine.operations import ALL_REDUCE, COLLECTIVES, Kind
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.system.deadline import Deadline
 from torchestra.types import ReduceOp
@@ -161,32 +167,86 @@ def expire_only_after(event: threading.Event) -> None:
     context.check = check_later
 
 
-def give_up_a_thread_for_ever(is_inside: threading.Event, go_on: threading.Event) -> str:
+def give_up_a_thread_for_ever(served: bool, is_inside: threading.Event, go_on: threading.Event) -> str:
+    """By an entry, which serves all calls but the first, or not; what the error says."""
     tensor = dist.empty(LENGTH)
     tensor.fill_(1.0)
+    if served:
+        dist.all_reduce(tensor)
     meet_and_set_timeout(0.3 if dist.get_rank() == 0 else OP_SECONDS)
     if dist.get_rank() == 1:
 
         def stay() -> None:
             is_inside.set()
-            assert go_on.wait(OP_SECONDS)
+            go_on.wait(OP_SECONDS)
 
         call_in_the_middle(engine_here(), Kind.all_reduce, None, stay)
         with pytest.raises(GroupAbortedError):
             dist.all_reduce(tensor)
+        _thread_is_out.set()
         return ""
     expire_only_after(is_inside)
-    with pytest.raises(DistBackendError) as caught:
-        dist.all_reduce(tensor)
+    address, number = tensor.data_ptr(), id(tensor)
+    told = give_up([tensor])
+    del tensor
+    gc.collect()
+    others = [dist.empty(LENGTH)]
+    assert others[0].data_ptr() != address
     go_on.set()
+    assert _thread_is_out.wait(OP_SECONDS)
+    reclaiming._held.clear()
+    if served:
+        ctypes.pythonapi.Py_DecRef(ctypes.cast(number, ctypes.py_object))
+    others.append(dist.empty(LENGTH))
+    assert others[1].data_ptr() == address
+    return told
+
+
+def give_up(tensors: list[torch.Tensor]) -> str:
+    """Take the tensor out of the list, and let nothing refer to it but who must keep it."""
+    with pytest.raises(DistBackendError) as caught:
+        dist.all_reduce(tensors.pop())
+    assert isinstance(caught.value.__cause__, CollectiveTimeoutError)
     return str(caught.value)
 
 
-def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_what_a_thread_may_use_that_is_not_waited_for_any_longer_is_never_freed(
+    monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    _thread_is_out.clear()
     monkeypatch.setattr(reclaiming, "_SECONDS_FOR_THREADS", 0.1)
-    told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event(), threading.Event())
+    told, _ = run("threads", 2, give_up_a_thread_for_ever, served, threading.Event(), threading.Event())
     assert "do not use the tensor" in told
     assert "rank 1 may still use it, and has been there for 0.1 s" in told
+
+
+# -- interrupts
+
+
+def interrupt_twice(place: int) -> list[str]:
+    """Interrupt a rank that waits in an operation, and then somewhere in what that leads to; return where."""
+    arena, descriptor = Arena.create(layout_for(2), "pair")
+    os.close(descriptor)
+    engines = [LocalEngine(RankContext(arena, rank, "pair", SpinPolicy(0, 0))) for rank in range(2)]
+    engine, context = engines[0], cast(Any, engines[0].context)
+    context.poll_interval_s = 0.001
+    context.check = Mock(side_effect=KeyboardInterrupt)
+    plan, tensors = engine.plan(ALL_REDUCE, torch.float32, ReduceOp.SUM), [torch.ones(1)]
+    with (
+        interrupted_at(place, [each.__file__ for each in (abort, local, rank_context, reclaiming)]) as where,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        engine.collective(plan, tensors, tensors, OP_SECONDS)
+    if context.check.called:
+        assert engines[1].is_aborted, where
+        with pytest.raises(GroupAbortedError):
+            engine.collective(plan, tensors, tensors, OP_SECONDS)
+    return where
+
+
+def test_whatever_interrupts_the_end_of_an_operation_the_others_learn_of_it() -> None:
+    assert len([*takewhile(bool, map(interrupt_twice, count()))]) > 50
 
 
 # -- what reads the tensors of others

@@ -22,7 +22,7 @@ from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.entry_layout import State
 from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.interface import Engine, Prepared
-from torchestra.engine.kernels import exchange, move, prefix, reduce
+from torchestra.engine.kernels import exchange, move, prefix, reduce, shared_words
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.message_waiter import MessageWaiter
@@ -294,9 +294,8 @@ class LocalEngine(Engine):
         self.mailbox.forget()
         self.kernels.replace(partial(_refuse_in_child, self.context))
         self.context.store_word(at.OWN_TOKEN, 0)
-        self.context.store_word(
-            at.RESUME, 0
-        )  # an operation that the parent is in is not the child's to abort
+        # An operation that the parent is in is not the child's to abort.
+        self.context.store_word(at.RESUME, 0)
 
     @property
     def choices(self) -> Choices:
@@ -339,26 +338,28 @@ class LocalEngine(Engine):
         timeout_s: float,
         site: str | None = None,
     ) -> None:
-        try:
-            kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
-            if code := kernel(*arguments):
-                self.context.finish(code, kernel, arguments, timeout_s, site)
-        except BaseException as error:
-            self.abandon_operation(error)
-            raise
+        kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
+        self.call(kernel, arguments, timeout_s, site, inputs, outputs)
 
     def prepare(self, plan: LocalPlan, inputs: Tensors, outputs: Tensors) -> Prepared:
         kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
         name = next(name for name, each in vars(self.kernels).items() if each is kernel)
         return PreparedKernel(self, name, arguments, self.context.tables() if name in _WITH_TABLES else None)
 
-    def call(self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None = None) -> None:
-        """Call a kernel until it is done."""
+    def call(
+        self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None, *tensors: Tensors
+    ) -> None:
+        """Call a kernel until it is done, on these tensors."""
         try:
             if code := kernel(*arguments):
                 self.context.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
-            self.abandon_operation(error)
+            try:
+                self.abandon_operation(error, tensors)
+            except BaseException:
+                if not self.state.off:  # an interrupt in its first lines
+                    self.abandon_operation(error, tensors)
+                raise
             raise
 
     def exchanging(
@@ -459,19 +460,22 @@ class LocalEngine(Engine):
         self.mailbox.close()
         self.context.leave()
 
-    def abandon_operation(self, error: BaseException) -> None:
+    def abandon_operation(self, error: BaseException, tensors: Sequence[Tensors] = ()) -> None:
         """After an exception, refuse all further operations if the current one has not ended.
 
         The exception may be a KeyboardInterrupt at any point since the kernel was first called.
         """
-        self.context.note_failure()
-        if self.is_unfinished:
-            try:
-                self.context.abandon_operation(error)
-            finally:
-                # Not a method of this object, which would then hold itself, and the arena, once it is closed.
-                self.kernels.replace(partial(_refuse, self.context))
-                reclaim(self.context)
+        if not self.is_unfinished:
+            self.context.note_failure()
+            return
+        try:
+            self.context.note_failure()
+            self.context.abandon_operation(error)
+        finally:
+            shared_words.mark_aborted(self._context)  # another interrupt may have come before that
+            # Not a method of this object, which would then hold itself, and the arena, once it is closed.
+            self.kernels.replace(partial(_refuse, self.context))
+            reclaim(self.context, error, tensors)
 
 
 def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:

@@ -13,7 +13,8 @@ them, if none is stopped. If the others are processes, the rank replaces the pag
 that they do not see: what they write goes into memory that nobody uses. Ranks that are threads see the same
 memory, but are never stopped alone: the rank waits for them. It does so, too, while they may read a tensor
 that it has lent them (single_copy.py), since reading memory that it has freed would end the process; a
-process that reads another's learns of it, and at its step 2 that the group was aborted.
+process that reads another's learns of it, and at its step 2 that the group was aborted. Should the wait end
+before they are out (after a minute, or by Ctrl-C), the tensors are never freed.
 
 The memory of the pages that were replaced goes back to the system, and reads as zeros to a peer: which is no
 worse than what the rank may do with its tensor from now on. Either is only for a group that is aborted.
@@ -21,7 +22,9 @@ worse than what the rank may do with its tensor from now on. Either is only for 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+
+import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations
@@ -30,46 +33,63 @@ from torchestra.engine.kernels import shared_words
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.operations import Kind
 from torchestra.errors import DistBackendError
+from torchestra.system.deadline import Deadline
 
 _WRITTEN_BY_PEERS = (Kind.all_reduce, Kind.reduce)
 _SECONDS_FOR_PROCESSES = 0.05
 _SECONDS_FOR_THREADS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
+# The tensors of operations that peers may be in; what is left here when a wait has ended is never freed.
+_held: dict[int, Sequence[Sequence[torch.Tensor]]] = {}
 
-def reclaim(context: RankContext) -> None:
-    """Make sure that no peer writes into the tensor of the operation that this rank has left halfway.
+
+def reclaim(
+    context: RankContext, error: BaseException, tensors: Sequence[Sequence[torch.Tensor]] = ()
+) -> None:
+    """Make sure that no peer uses the tensors of the operation that this rank has left halfway.
 
     Must be called after the group was aborted, when this rank has left the kernel and will enter no other.
+
+    Args:
+        error: with which it has left.
+        tensors: lists of those of the operation, kept for good if a thread may still use them when this is
+            left.
 
     Raises:
         DistBackendError: a peer may still do so: a thread that gets no core, or a process where there is no
             memory for a copy.
     """
-    shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.load_word(at.SEQUENCE))
     threads = isinstance(context.peers, PeerThreads)
+    key = id(tensors)
+    if threads:
+        _held[key] = tensors
+    shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.load_word(at.SEQUENCE))
     start, length = _tensor(context)
     if threads and context.load_word(at.LENT) == context.load_word(at.SEQUENCE):
         length = max(length, 1)
-    deadline = time.monotonic() + (_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES)
-    pause = _FIRST_PAUSE
-    while (inside := _inside(context)) and length > 0 and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(pause * 1.3, _LONGEST_PAUSE)
+    inside = _inside(context)
+    if length > 0:
+        for _ in Deadline(_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES).polls(
+            _FIRST_PAUSE, _LONGEST_PAUSE
+        ):
+            if not (inside := _inside(context)):
+                break
     if length == 0 or (context.is_aborted and not inside):
+        _held.pop(key, None)
         return
     problem = f"has been there for {_SECONDS_FOR_THREADS:g} s"
     if not threads:
         try:
             context.arena.make_heap_private(start, length, keep=not context.is_aborted)
             return
-        except OSError as error:
-            problem = f"there is no memory for a copy of its {length} bytes ({error})"
+        except OSError as failure:
+            problem = f"there is no memory for a copy of its {length} bytes ({failure})"
     called = ", ".join(map(str, context.to_group_ranks(inside)))
     raise DistBackendError(
         f"rank {context.group_rank}: do not use the tensor of the operation of group {context.name!r} that"
         f" failed any more: rank {called} may still use it, and {problem}"
-    )
+    ) from error
 
 
 def _own_block(context: RankContext) -> int:

@@ -154,17 +154,17 @@ def check_in_place_list(
     """Check a list of tensors for one operation in place on all; refuse other values, and other dtypes."""
     if op is not None:
         checks.check_op(op, row.name)
-    for index, tensor in enumerate(tensors):
+    given = list(tensors)  # which another thread may change
+    for index, tensor in enumerate(given):
         checks.check_tensor(tensor, f"tensors[{index}]", row.name, written=True, real=real)
         if op is not None:
             checks.check_reducible(tensor, op, row.name)
-        if tensor.dtype != tensors[0].dtype:  # the kernel would take elements of one for those of the other
+        if tensor.dtype != given[0].dtype:  # the kernel would take elements of one for those of the other
             raise InvalidArgumentTypeError(
                 f"{row.name}: `tensors[{index}]` must be {tensors[0].dtype}, as `tensors[0]` is, got"
                 f" {tensor.dtype}"
             )
-    given = list(tensors)
-    return Call(given, given, given, tensors[0].dtype)
+    return Call(given, given, given, given[0].dtype)
 
 
 def pieces(

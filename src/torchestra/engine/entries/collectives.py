@@ -67,7 +67,7 @@ def _in_place(own, arguments, number, keywords, which, reduces, rooted):
     count = load(view + e.VIEW_COUNT)
     nbytes = load(view + e.VIEW_LENGTH)
     timeout = timeout_of(entry, arguments, number, required)
-    return run(entry, which, plan, count, load(view + e.VIEW_DATA), 0, nbytes, timeout)
+    return run(entry, which, plan, count, load(view + e.VIEW_DATA), 0, nbytes, timeout, arguments, number)
 
 
 @kernel
@@ -118,7 +118,9 @@ def all_gather_into_tensor(own, arguments, number, keywords):
     nbytes = load(output + e.VIEW_LENGTH)
     source = load(given + e.VIEW_DATA)
     timeout = timeout_of(entry, arguments, number, 2)
-    return run(entry, ALL_GATHER, plan, count, source, load(output + e.VIEW_DATA), nbytes, timeout)
+    return run(
+        entry, ALL_GATHER, plan, count, source, load(output + e.VIEW_DATA), nbytes, timeout, arguments, number
+    )
 
 
 @kernel
@@ -138,7 +140,18 @@ def reduce_scatter_tensor(own, arguments, number, keywords):
     nbytes = load(given + e.VIEW_LENGTH)
     source = load(given + e.VIEW_DATA)
     timeout = timeout_of(entry, arguments, number, 3)
-    return run(entry, REDUCE_SCATTER_EVEN, plan, count, source, load(output + e.VIEW_DATA), nbytes, timeout)
+    return run(
+        entry,
+        REDUCE_SCATTER_EVEN,
+        plan,
+        count,
+        source,
+        load(output + e.VIEW_DATA),
+        nbytes,
+        timeout,
+        arguments,
+        number,
+    )
 
 
 @kernel
@@ -176,7 +189,9 @@ def all_to_all_single(own, arguments, number, keywords):
     source = load(given + e.VIEW_DATA)
     timeout = timeout_of(entry, arguments, number, 4)
     target = load(output + e.VIEW_DATA)
-    return run(entry, ALL_TO_ALL_EVEN, plan, nbytes // ranks, source, target, nbytes, timeout)
+    return run(
+        entry, ALL_TO_ALL_EVEN, plan, nbytes // ranks, source, target, nbytes, timeout, arguments, number
+    )
 
 
 @kernel
@@ -186,4 +201,5 @@ def barrier(own, arguments, number, keywords):
     if not is_free(entry, arguments, number, keywords, 0) or load(load(entry + e.STATE) + e.USES_DEVICE) != 0:
         return slow_path(entry, arguments, number, keywords)
     plan = load(load(entry + e.PLANS) + e.PLAN)
-    return run(entry, BARRIER, plan, 0, 0, 0, 0, timeout_of(entry, arguments, number, 0))
+    timeout = timeout_of(entry, arguments, number, 0)
+    return run(entry, BARRIER, plan, 0, 0, 0, 0, timeout, arguments, number)

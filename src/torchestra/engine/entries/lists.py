@@ -119,7 +119,7 @@ def _by_rank(own, arguments, number, keywords, which, listed, third):
     count = load(view + e.VIEW_COUNT)
     timeout = timeout_of(entry, arguments, number, required)
     # Of the words behind the address only reduce_scatter reads one: the count of the longest piece.
-    return run(entry, which, plan, count, address, count, length * ranks, timeout)
+    return run(entry, which, plan, count, address, count, length * ranks, timeout, arguments, number)
 
 
 @kernel
@@ -198,7 +198,8 @@ def all_to_all(own, arguments, number, keywords):
     nbytes = 0
     for peer in range(load(entry + e.SIZE)):
         nbytes += load(sent + peer * 8)
-    return run(entry, EXCHANGE, plan, UNKNOWN, 0, 0, nbytes, timeout_of(entry, arguments, number, 2))
+    timeout = timeout_of(entry, arguments, number, 2)
+    return run(entry, EXCHANGE, plan, UNKNOWN, 0, 0, nbytes, timeout, arguments, number)
 
 
 @kernel
@@ -245,4 +246,4 @@ def all_reduce_list(own, arguments, number, keywords):
     count = load(iovec + tensors * 8)
     timeout = timeout_of(entry, arguments, number, 2)
     nbytes = count * load(plan + PLAN_UNIT)
-    return run(entry, ALL_REDUCE_IOVEC, plan, count, iovec, tensors, nbytes, timeout)
+    return run(entry, ALL_REDUCE_IOVEC, plan, count, iovec, tensors, nbytes, timeout, arguments, number)

@@ -136,7 +136,7 @@ def move(entry, sending, address, length, kind, peer, tag, result):
     if code != DONE:
         result = finish_call(entry, code, address, length, kind, peer, tag)
         if result == 0 and thread != 0 and load(mailbox + w.HANDED_OVER) == thread:
-            abandon_operation(entry)
+            abandon_operation(entry, 0)
         return result
     add_reference(result)
     return result

@@ -100,12 +100,13 @@ def collective(own, arguments, number, keywords):
     if not is_free(request, 0, 0, 0, 0) or not _may_begin(request, number, keywords):
         return call_slow_path(own, arguments, number, keywords)
     _fill_tables(request, load(load(request + e.STATE) + e.CONTEXT))
-    return _run(request)
+    return _run(own, request)
 
 
 @kernel
-def _run(request):
+def _run(own, request):
     """Run, or end, the operation; returns None, or 0 with an exception."""
+    store(request + e.VIEWS, own)
     return run(
         request,
         load(request + e.WHICH),
@@ -115,6 +116,8 @@ def _run(request):
         load(request + e.WORDS_AT + 24),
         load(request + e.NBYTES_MOVED),
         load(load(request + e.ACCESS) + e.NONE),
+        request + e.VIEWS,
+        1,
     )
 
 
@@ -192,7 +195,7 @@ def wait(own, arguments, number, keywords):
             return _slow_path_method(load(request + e.WAIT_WAY), own, arguments, number, keywords)
         store(state + e.STARTED_OPERATION, 0)
         store(request + e.ACTIVE, e.INACTIVE)
-        result = _run(request)
+        result = _run(own, request)
         drop_reference(own)
         if result == 0:
             return 0

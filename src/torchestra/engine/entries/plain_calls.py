@@ -125,9 +125,10 @@ def slow_path(entry, arguments, number, keywords):
 
 
 @kernel
-def abandon_operation(entry):
+def abandon_operation(entry, is_collective):
     """Have Python see to what an exception has left, which may be the operation's end.
 
+    Of a collective it is done when OFF is set, and what Python raises after that replaces the exception.
     Meanwhile other threads may write their arguments where this one has had the exception written to.
     """
     given = entry + e.ARGUMENTS_AT
@@ -136,11 +137,17 @@ def abandon_operation(entry):
     kind = load(given)
     error = load(given + 8)
     trace = load(given + 16)
+    off = load(entry + e.STATE) + e.OFF
     result = call_object(load(entry + e.LEAVE), given + 8, 1, 0)
-    if result == 0:  # a second interrupt, in its first line
+    if result == 0 and (is_collective == 0 or load(off) == 0):  # a second interrupt, in its first lines
         clear_error()
         store(given + 8, error)
         result = call_object(load(entry + e.LEAVE), given + 8, 1, 0)
+    if result == 0 and is_collective != 0 and load(off) != 0:
+        drop_reference(kind)
+        drop_reference(error)
+        drop_reference(trace)
+        return
     if result == 0:
         clear_error()
     else:

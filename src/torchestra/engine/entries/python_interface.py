@@ -8,6 +8,7 @@ call_object = External("PyObject_Vectorcall", "i64", "i64", "i64", "i64", "i64")
 """Call an object with arguments at an address, their number, and the names of the last; 0: it has raised."""
 tuple_length = External("PyTuple_Size", "i64", "i64")
 list_length = External("PyList_Size", "i64", "i64")
+list_as_tuple = External("PyList_AsTuple", "i64", "i64")
 list_item = External("PyList_GetItem", "i64", "i64", "i64")
 dict_item = External("PyDict_GetItem", "i64", "i64", "i64")
 add_reference = External("Py_IncRef", "void", "i64")

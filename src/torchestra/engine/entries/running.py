@@ -8,6 +8,10 @@ on where it was. Large operations, and those of ranks that are threads, release 
 A kernel that has not ended (it waits for long, the ranks called different operations) is brought to its end
 by ``finish_call``, in Python.
 
+Memory. While the lock is released, other threads may change a list that the call was given: the call holds
+the tensors that were in it. If an interrupt, or the end of a long wait, leaves a peer behind that is a thread
+and may still use the tensors (engine/reclaiming.py), they are never freed.
+
 Signals. Handlers run between bytecodes, so never in here: no interrupt can leave INSIDE set, or the operation
 begun, but one within ``finish_call``, and that is seen here (:func:`abandon_operation`).
 """
@@ -18,20 +22,31 @@ from __future__ import annotations
 
 from torchestra.engine import entry_layout as e
 from torchestra.engine import layout as at
-from torchestra.engine.entries.plain_calls import abandon_operation, is_intercepted, is_profiled
+from torchestra.engine.entries.plain_calls import (
+    abandon_operation,
+    is_intercepted,
+    is_list,
+    is_profiled,
+    slow_path,
+)
 from torchestra.engine.entries.python_interface import (
     add_reference,
     call_object,
+    clear_error,
     drop_reference,
     int_of,
+    list_as_tuple,
     release_interpreter,
     take_interpreter,
 )
 from torchestra.engine.kernels import exchange, move, reduce
+from torchestra.engine.kernels.shared_words import mark_aborted, next_reader
 from torchestra.engine.kernels.waiting import ALL_WAITERS, FUTEX, FUTEX_WAKE, stop_waiting, wait_again
 from torchestra.engine.native.atomics import kernel, load, store, syscall
 
 DONE, PENDING, HOLDS_INTERPRETER = at.DONE, at.PENDING, at.HOLDS_INTERPRETER
+RESUME, SIZE = at.RESUME, at.SIZE
+NO_MEMORY = -1  # no code of a kernel
 
 WORDS = {
     "all_reduce": 2,
@@ -132,8 +147,11 @@ def end(state):
 
 
 @kernel
-def run(entry, which, plan, first, second, third, nbytes, timeout):
-    """Run the operation of a plain call; returns None, or 0 with an exception."""
+def run(entry, which, plan, first, second, third, nbytes, timeout, arguments, number):
+    """Run the operation of a plain call with these arguments; returns None, or 0 with an exception.
+
+    A persistent operation is its own argument.
+    """
     state = load(entry + e.STATE)
     context = load(state + e.CONTEXT)
     store(state + e.INSIDE, 1)
@@ -142,16 +160,71 @@ def run(entry, which, plan, first, second, third, nbytes, timeout):
         store(context + HOLDS_INTERPRETER, 1)
         code = run_kernel(which, plan, first, second, third)
         store(context + HOLDS_INTERPRETER, 0)
-    if code == PENDING:
-        thread = release_interpreter()
-        code = run_kernel(which, plan, first, second, third)
-        take_interpreter(thread)
     if code != DONE:
-        return _continue_call(entry, code, timeout, plan, first, second, third)
+        return _run_holding(entry, which, code, timeout, plan, first, second, third, arguments, number)
     end(state)
     none = load(load(entry + e.ACCESS) + e.NONE)
     add_reference(none)
     return none
+
+
+@kernel
+def _hold(entry, arguments, number, index):
+    """Return a tuple of what is in an argument that is a list; -1 with an exception; 0 if it is none."""
+    if index >= number or not is_list(load(entry + e.ACCESS), load(arguments + index * 8)):
+        return 0
+    held = list_as_tuple(load(arguments + index * 8))
+    return held if held != 0 else -1
+
+
+@kernel
+def _run_holding(entry, which, code, timeout, plan, first, second, third, arguments, number):
+    """Bring an operation to its end that may not have begun, while this holds the tensors of its lists."""
+    state = load(entry + e.STATE)
+    held = _hold(entry, arguments, number, 0)
+    also_held = _hold(entry, arguments, number, 1)
+    begun = load(load(state + e.CONTEXT) + RESUME) != 0
+    result = 0
+    if held < 0 or also_held < 0:
+        code = NO_MEMORY
+    elif code == PENDING:
+        thread = release_interpreter()
+        code = run_kernel(which, plan, first, second, third)
+        take_interpreter(thread)
+    if code == DONE:
+        result = load(load(entry + e.ACCESS) + e.NONE)
+        add_reference(result)
+    elif code != NO_MEMORY:
+        result = _continue_call(entry, code, timeout, plan, first, second, third)
+    if result == 0 and (code != NO_MEMORY or begun) and _abandon(entry, arguments, number):
+        held = 0
+        also_held = 0
+    end(state)
+    drop_reference(max(held, 0))
+    drop_reference(max(also_held, 0))
+    if code == NO_MEMORY and not begun:
+        clear_error()
+        return slow_path(entry, arguments, number, 0)
+    return result
+
+
+@kernel
+def _abandon(entry, arguments, number):
+    """Leave an operation halfway, whatever interrupts Python at that.
+
+    Return whether peers may still use its tensors; then they are kept for good.
+    """
+    state = load(entry + e.STATE)
+    context = load(state + e.CONTEXT)
+    abandon_operation(entry, 1)
+    if load(context + RESUME) == 0:
+        return False
+    mark_aborted(context)
+    if load(state + e.RELEASES) == 0 or next_reader(context, 0) == load(context + SIZE):
+        return False
+    for index in range(number):
+        add_reference(load(arguments + index * 8))
+    return True
 
 
 @kernel
@@ -197,7 +270,4 @@ def _continue_call(entry, code, timeout, plan, first, second, third):
     drop_reference(first_number)
     drop_reference(second_number)
     drop_reference(third_number)
-    if result == 0:
-        abandon_operation(entry)
-    end(load(entry + e.STATE))
     return result

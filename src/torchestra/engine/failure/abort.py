@@ -49,7 +49,8 @@ def read_abort_text(arena: Arena) -> dict[str, Any]:
     """Return the text by the rank that aborted the group: ``why``, ``failed``, ``report``, ``mismatch``."""
     length = shared_words.load_acquire(arena.address + at.HEADER_ABORT_LENGTH)
     if length == 0:
-        return {"why": "a rank died while it said why", "failed": (), "report": "", "mismatch": False}
+        why = "a rank died, or was interrupted, before it had said why"
+        return {"why": why, "failed": (), "report": "", "mismatch": False}
     text: dict[str, Any] = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
     return text
 

@@ -19,7 +19,7 @@ from torchestra.engine.kernels.waiting import (
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import fetch_add, kernel, load, load_ordered, short_kernel, syscall
 
-SIZE, ASKED, FLAGS = at.SIZE, at.ASKED, at.FLAGS
+SIZE, ASKED, FLAGS, ABORT = at.SIZE, at.ASKED, at.FLAGS, at.ABORT
 RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
@@ -81,6 +81,13 @@ def wake_all(context):
             syscall(FUTEX, flag_line(context, rank, number), FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
         syscall(FUTEX, control_of(context, rank) + ASKED, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
     return 0
+
+
+@kernel
+def mark_aborted(context):
+    """Make the group unusable for all ranks, and wake them."""
+    atomics.store_ordered(load(context + ABORT), 1)
+    return wake_all(context)
 
 
 @kernel

@@ -375,19 +375,21 @@ class RankContext:
         """
         if self._inherited:
             return
-        header = self.arena.address
+        claimed = shared_words.compare_exchange(self.arena.address + at.HEADER_ABORT_CLAIM, 0, 1) == 0
         report = ""
-        if shared_words.compare_exchange(header + at.HEADER_ABORT_CLAIM, 0, 1) == 0:
-            report = explain() if explain is not None else ""
-        elif self._await_abort():
-            return
-        # A second rank here waits no longer for the first, which has died, or takes long to explain.
+        try:
+            report = explain() if claimed and explain is not None else ""
+        finally:  # after an interrupt, too
+            # A second rank here waits no longer for the first, which has died, or takes long to explain.
+            if claimed or not self._await_abort():
+                self._write_abort(why, failed, report, mismatch)
+
+    def _write_abort(self, why: str, failed: tuple[int, ...], report: str, mismatch: bool) -> None:
         if not (written := write_abort_text(self.arena, why, failed, report, mismatch)):
             if self._await_abort():
                 return
             self._aborted = self._error_for(why, failed)  # another rank has died while it wrote
-        shared_words.store_ordered(header + at.HEADER_ABORT, 1)
-        shared_words.wake_all(self.address)
+        shared_words.mark_aborted(self.address)
         dump_flight_record(self.arena)
         if written and self.when_aborted is not None:
             self.when_aborted(why, failed, report)
@@ -408,9 +410,8 @@ class RankContext:
             return exclusion
         if self._aborted is None:
             text = read_abort_text(self.arena)
-            self._aborted = self._error_for(
-                text["why"] + text["report"], tuple(text["failed"]), text["mismatch"]
-            )
+            why = text["why"] + text["report"]
+            self._aborted = self._error_for(why, tuple(text["failed"]), text["mismatch"])
         # A new object each time: a traceback must not grow over repeated raises.
         return copy.copy(self._aborted)
 
@@ -482,9 +483,8 @@ class RankContext:
                     break
                 suspect = self._gone(blocked, self._dead(), alone=True)
             if step == 2:
-                calls = [
-                    mine if rank == self.rank else call_of(self.arena, rank) for rank in range(self.size)
-                ]
+                others = partial(call_of, self.arena)
+                calls = [mine if rank == self.rank else others(rank) for rank in range(self.size)]
         text = mismatch_text(
             self.name, self.load_word(at.SEQUENCE), dict(zip(self.group_ranks, calls, strict=True))
         )
