@@ -13,6 +13,8 @@ from torchestra.functional import all_reduce
 from torchestra.world.registry import current_world
 from worlds import run
 
+P2P_COMPILATION = "enable_p2p_compilation"  # torch since 2.12
+
 
 def exchange(tensor: torch.Tensor) -> torch.Tensor:
     """Call collectives, messages and objects, by functions and methods, between operations on tensors."""
@@ -76,6 +78,53 @@ def compile_whole(function: Callable[..., torch.Tensor]) -> bool:
 def test_collectives_that_change_their_tensors_are_traced() -> None:
     torch.compiler.reset()
     assert run("threads", 2, compile_whole, change_in_place) == [True, True]
+
+
+def exchange_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    peer = 1 - dist.get_rank()
+    first, second, third = (torch.empty_like(tensor) for _ in range(3))
+    works = [
+        dist.irecv(second, peer, tag=3),
+        dist.isend(tensor * 2, peer, group),
+        dist.isend(tensor * 3, group_dst=peer, tag=3),
+        dist.irecv(first, group_src=peer),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    operations = [dist.P2POp(dist.isend, first - second, peer), dist.P2POp(dist.irecv, third, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    if peer == 1:
+        dist.send(tensor, peer)
+        dist.send(third, peer)
+    else:
+        assert dist.recv(tensor, peer) == peer
+        assert dist.recv(third, group_src=peer) == peer
+    return torch.cat([first, second, third])
+
+
+def begin_messages(tensor: torch.Tensor) -> list[dist.Work | None]:
+    return [dist.isend(tensor + 1, 1 - dist.get_rank()), dist.irecv(tensor, 1 - dist.get_rank())]
+
+
+def compile_messages() -> list[bool]:
+    dynamo_config: Any = torch._dynamo.config
+    with dynamo_config.patch(P2P_COMPILATION, True):
+        equal = compile_whole(exchange_messages)
+        tensor = torch.full((2,), float(dist.get_rank()))
+        for work in torch.compile(begin_messages, fullgraph=True, backend="aot_eager")(tensor):
+            work.wait()
+    return [equal, tensor.tolist() == [2.0 - dist.get_rank()] * 2]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, P2P_COMPILATION), reason="this torch traces no messages"
+)
+def test_messages_are_traced() -> None:
+    """Their works may also leave the compiled function."""
+    torch.compiler.reset()
+    assert run("threads", 2, compile_messages) == [[True, True]] * 2
 
 
 def reduce_in(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from worlds import kind_that_compiles, run
 
 # Of an older name in torch 2.6.
 FRESH_CACHE: Any = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache
+P2P = "enable_p2p_compilation"  # since torch 2.12
 _EXCHANGE = "torch.ops.torchestra.all_to_all_single.default("
 _REDUCE = "torch.ops.torchestra.all_reduce_.default("
 _WAIT = "torch.ops.torchestra.wait_tensor.default("
@@ -109,6 +111,39 @@ def test_the_cpp_wrapper_is_refused() -> None:
             function(torch.ones(3))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_compiled_anew", "name")
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, P2P), reason="this torch traces no messages")
+def test_messages_and_collectives_keep_their_order() -> None:
+    """Also where no data goes from one to the next: the peer's program is another, and has an order too."""
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        received, more = torch.empty_like(x), torch.empty_like(x)
+        swapped = funcol.all_to_all_single(x, None, None, "default")
+        work = dist.irecv(received, 1)
+        dist.send(x, 1)
+        dist.recv(more, 1)
+        gathered = funcol.all_gather_tensor(x, 0, "default")
+        assert work is not None
+        work.wait()
+        return [received, more, gathered, swapped]
+
+    dynamo_config: Any = torch._dynamo.config
+    with dynamo_config.patch(P2P, True):
+        _, (code,) = run_and_get_code(torch.compile(program, fullgraph=True), torch.ones(2))
+    begun = re.findall(r"torch\.ops\.torchestra\.(\w+)\.default\(", call_of(code))
+    assert [each for each in begun if each != "wait_tensor"] == [
+        "all_to_all_single",
+        "begin_receive",
+        "begin_send",
+        "end_send",
+        "begin_receive",
+        "end_receive",
+        "all_gather_into_tensor",
+        "end_receive",
+    ]
+    assert begun.count("wait_tensor") == 2
 
 
 # -- the pass, on graphs

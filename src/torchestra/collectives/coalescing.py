@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import has_torch_function
@@ -13,6 +13,7 @@ from torchestra.arguments.annotations import checked
 from torchestra.arguments.options import AllgatherOptions, AllreduceCoalescedOptions
 from torchestra.collectives.functions import irecv, isend
 from torchestra.collectives.group_arguments import member_of
+from torchestra.collectives.traced import is_message_traced, traced_member
 from torchestra.communicator.device_routing import serving_message
 from torchestra.communicator.queue import describe_coalesced
 from torchestra.communicator.work import Work
@@ -272,5 +273,35 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     return [work for _, work in sorted(works.items()) if work is not None]
 
 
+def _set_up_traced(
+    self: P2POp,
+    op: Callable[..., Work | None],
+    tensor: torch.Tensor,
+    peer: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_peer: int | None = None,
+) -> None:
+    """Stand for P2POp(), where torch.compile traces messages."""
+    if is_message_traced(group, peer, group_peer):
+        member = traced_member(group)
+        self.op, self.tensor, self.group, self.tag = op, tensor, member, tag
+        self.group_peer = member.to_group_rank(cast(int, peer)) if group_peer is None else group_peer
+        self.peer = member.to_global_rank(self.group_peer)
+
+
+def _begin_traced(p2p_op_list: Sequence[P2POp]) -> list[Work | None]:
+    """Stand for batch_isend_irecv(), where torch.compile traces messages."""
+    works = []
+    for op in p2p_op_list:
+        if op.op is isend:
+            works.append(isend(op.tensor, None, op.group, op.tag, op.group_peer))
+        else:
+            works.append(irecv(op.tensor, None, op.group, op.tag, op.group_peer))
+    return works
+
+
 for _name in __all__:
     untraced(globals()[_name])
+untraced(P2POp.__init__, inlined=_set_up_traced)
+untraced(batch_isend_irecv, inlined=_begin_traced)

@@ -2,6 +2,7 @@
 
 So a function that is compiled with ``fullgraph=True`` may call collectives that change their tensors. With
 ``async_op=True``, and on ranks that are not in the group, the graph breaks, and the collective runs as it is.
+So do messages, unless torch is told to trace them (``TORCHDYNAMO_ENABLE_P2P_COMPILATION=1``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup
 from torchestra.world.traced import break_graph, default_while_traced
 
-__all__ = ["trace_in_place_of"]
+__all__ = ["is_message_traced", "trace_in_place_of", "traced_member"]
 
 
 def trace_in_place_of(function: Callable[..., Any]) -> None:
@@ -32,13 +33,14 @@ def _is_traced(group: AnyGroup | None, differs: bool) -> bool:
     return True
 
 
-def _member(group: AnyGroup | None) -> ProcessGroup:
+def traced_member(group: AnyGroup | None) -> ProcessGroup:
+    """Return the group that a traced operation is of."""
     assert not isinstance(group, NonMember)  # the graph is broken for those
     return default_while_traced() if group is None else group
 
 
 def _name(group: AnyGroup | None) -> str:
-    return _member(group).group_name
+    return traced_member(group).group_name
 
 
 def _put(tensor: torch.Tensor, result: torch.Tensor) -> None:
@@ -123,8 +125,68 @@ def _broadcast(
     if _is_traced(group, async_op or (src is None) == (group_src is None)):
         from torchestra import functional
 
-        root = _member(group).to_group_rank(cast(int, src)) if group_src is None else group_src
+        root = traced_member(group).to_group_rank(cast(int, src)) if group_src is None else group_src
         _put(tensor, functional.broadcast(tensor, root, _name(group)))
+
+
+def _peer(group: AnyGroup | None, rank: int | None, group_rank: int | None) -> int:
+    return traced_member(group).to_group_rank(cast(int, rank)) if group_rank is None else group_rank
+
+
+def is_message_traced(group: AnyGroup | None, rank: int | None, group_rank: int | None) -> bool:
+    """Return whether a message to or from this rank is traced; if not, the graph is broken."""
+    from torchestra.functional import messages
+
+    return _is_traced(group, not messages.are_traced() or (rank is None) == (group_rank is None))
+
+
+def _isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Any:
+    if is_message_traced(group, dst, group_dst):
+        from torchestra.functional import messages
+
+        return messages.begin_send(tensor, _peer(group, dst, group_dst), tag, _name(group))
+    return None
+
+
+def _irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Any:
+    if is_message_traced(group, src, group_src):
+        from torchestra.functional import messages
+
+        return messages.begin_receive(tensor, _peer(group, src, group_src), tag, _name(group))
+    return None
+
+
+def _send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    _isend(tensor, dst, group, tag, group_dst).wait()
+
+
+def _recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    _irecv(tensor, src, group, tag, group_src).wait()
+    return traced_member(group).to_global_rank(cast(int, group_src)) if src is None else src
 
 
 _TRACED: dict[str, Callable[..., Any]] = {
@@ -133,5 +195,9 @@ _TRACED: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
     "all_to_all_single": _all_to_all_single,
     "broadcast": _broadcast,
+    "irecv": _irecv,
+    "isend": _isend,
+    "recv": _recv,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "send": _send,
 }

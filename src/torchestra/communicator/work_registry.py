@@ -29,7 +29,6 @@ class _Entry:
     def __init__(self, tensor: torch.Tensor, work: Work, owner: object, what: str) -> None:
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.work = work
-        work.forget_result()
         self.owner: weakref.ref[Any] = weakref.ref(owner)
         self.what = what
 
@@ -45,9 +44,15 @@ _sweep_above = _FEW
 _told_at_exit = False
 
 
-def expect(tensor: torch.Tensor, work: Work, owner: object, what: str) -> None:
-    """Note that ``tensor`` is filled by ``work``, an operation of the group ``owner``."""
+def expect(tensor: torch.Tensor, work: Work, owner: object, what: str, *, keeps_result: bool = False) -> None:
+    """Note that ``tensor`` is filled by ``work``, an operation of the group ``owner``.
+
+    Args:
+        keeps_result: ``tensor`` is a handle only, and the work keeps its result.
+    """
     global _sweep_above, _told_at_exit
+    if not keeps_result:
+        work.forget_result()
     entry = _Entry(tensor, work, owner, what)
     with _lock:
         _entries[entry.storage.cdata] = entry
@@ -58,6 +63,12 @@ def expect(tensor: torch.Tensor, work: Work, owner: object, what: str) -> None:
         if not _told_at_exit:
             _told_at_exit = True
             atexit.register(report)
+
+
+def find(tensor: torch.Tensor) -> Work | None:
+    """Return the operation that fills the tensor, if it has not been waited for."""
+    entry = _entries.get(tensor.untyped_storage()._cdata)
+    return None if entry is None else entry.work
 
 
 def wait_for(tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ They are operators of torch (``torch.ops.torchestra.*``), so that ``make_fx``, `
 from __future__ import annotations
 
 from torchestra.functional import collectives
+from torchestra.functional import messages as messages
 from torchestra.functional.asynchronous import AsyncCollectiveTensor
 from torchestra.functional.collectives import *  # noqa: F403
 from torchestra.functional.groups import Group, expand_group, find_or_make_group

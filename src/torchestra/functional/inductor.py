@@ -4,7 +4,8 @@ For an operator that it does not know, Inductor takes the outputs as ready and t
 call returns. Neither holds here, so the operators get lowerings, to Inductor's kernels for collectives. A
 collective keeps its input, and its output must not be touched, until the wait; all_reduce and broadcast work
 in place if the input is not needed any more; a wait changes a buffer and copies nothing. Inductor also keeps
-collectives in one order, the graph's, which is the same on all ranks.
+collectives in one order, the graph's, which is the same on all ranks. Messages are in that order, too: ranks'
+programs differ then, and two of them must not wait for each other.
 
 Inductor's default passes do not know our operators, and leave a wait where the program has it, which is right
 after its collective. :class:`Overlap` moves the two apart, so that the nodes between run meanwhile.
@@ -12,6 +13,7 @@ after its collective. :class:`Overlap` moves the two apart, so that the nodes be
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +33,9 @@ _NAMES = (
     *(row.functional for row in _ROWS),
     *(f"{row.functional}_coalesced" for row in _ROWS if row.coalesced),
 )
+
+MESSAGES = ("begin_send", "begin_receive", "end_send", "end_receive")
+"""The operators of messages."""
 
 _lowered = False
 _lock = threading.Lock()
@@ -57,8 +62,10 @@ def _register() -> None:
 
     for operator, lower in _lowerings().items():
         add_layout_constraint(operator, constrain_to_fx_strides)
-        register_lowering(operator)(_called_from_python(lower))
+        register_lowering(operator, type_promotion_kind=None)(_called_from_python(lower))
     post_grad.pass_patterns.append(cast(Any, Overlap()))
+    passes: Any = post_grad
+    passes.reorder_for_locality = _unless_messages(passes.reorder_for_locality)
 
 
 def _lowerings() -> dict[Any, Lowering]:
@@ -75,7 +82,31 @@ def _lowerings() -> dict[Any, Lowering]:
             several = getattr(ops, f"{row.functional}_coalesced")
             out_of_place = partial(_lower_out_of_place, several.default)
             lowerings[several] = partial(_lower_each, in_place) if in_place else out_of_place
+    for name in MESSAGES:
+        lowerings[getattr(ops, name)] = partial(_lower_out_of_place, getattr(ops, name).default)
     return lowerings
+
+
+def _unless_messages(reorder: Callable[[fx.Graph], None]) -> Callable[[fx.Graph], None]:
+    """Return a pass for graphs without messages.
+
+    It would begin collectives later: two ranks of which one has a message before a collective, and the other
+    behind it, would wait for each other.
+    """
+
+    @functools.wraps(reorder)
+    def apply(graph: fx.Graph) -> None:
+        if not any(_is_message(node) for node in graph.nodes):
+            reorder(graph)
+
+    return apply
+
+
+def _is_message(node: fx.Node) -> bool:
+    """Return whether a node is a message's operator, which its effect has wrapped."""
+    if node.target is not torch.ops.higher_order.with_effects:
+        return False
+    return any(node.args[1] is getattr(torch.ops.torchestra, name).default for name in MESSAGES)
 
 
 def _called_from_python(lower: Lowering) -> Lowering:
@@ -125,9 +156,16 @@ def _lower_each(lower: Lowering, tensors: Any, *arguments: Any) -> Any:
 
 
 def _lower_wait(tensor: Any) -> Any:
+    """Lower a wait, which comes after the messages before it: other ranks may need them to come this far."""
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
+    known = len(V.graph.operations)
     ir._WaitKernel.create_wait(torch.ops.torchestra.wait_tensor.default, tensor)
+    for message in getattr(V.graph, "effectful_ops", {}).values():
+        made: list[Any] = V.graph.operations[known:]
+        for operation in made:
+            V.graph.additional_star_deps[operation.get_name()].add(message.get_name())
     return tensor
 
 

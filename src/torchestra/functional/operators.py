@@ -118,12 +118,12 @@ class _Operator:
             parameters += ["SymInt[]? output_split_sizes", "SymInt[]? input_split_sizes"]
         parameters += ["int group_size"] * self._is_sized + ["str group_name"]
         rest = ", ".join(parameters)
-        _define(f"{name}(Tensor input, {rest}) -> Tensor", self._run, self._fake)
+        define(f"{name}(Tensor input, {rest}) -> Tensor", self._run, self._fake)
         if row.coalesced:
             schema = f"{name}_coalesced(Tensor[] inputs, {rest}) -> Tensor[]"
-            _define(schema, self._run_coalesced, self._fake_coalesced)
+            define(schema, self._run_coalesced, self._fake_coalesced)
         if row.in_place:
-            _define(f"{name}_(Tensor(a!) input, {rest}) -> ()", self._run_in_place, lambda *_: None)
+            define(f"{name}_(Tensor(a!) input, {rest}) -> ()", self._run_in_place, lambda *_: None)
 
     def _fake(self, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if self._row.reduces:
@@ -197,7 +197,8 @@ class _Operator:
         return outputs
 
 
-def _define(schema: str, kernel: Kernel, fake: Kernel) -> None:
+def define(schema: str, kernel: Kernel, fake: Kernel) -> None:
+    """Define an operator, what it does, and its fake kernel."""
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -217,7 +218,7 @@ def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 for _row in COLLECTIVES.values():
     if _row.functional:
         _Operator(_row).define()
-_define("wait_tensor(Tensor(a) input) -> Tensor(a)", _wait_tensor, torch.empty_like)
+define("wait_tensor(Tensor(a) input) -> Tensor(a)", _wait_tensor, torch.empty_like)
 
 ops = torch.ops.torchestra
 """The operators, as they appear in graphs."""
