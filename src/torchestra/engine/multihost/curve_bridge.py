@@ -212,15 +212,19 @@ class CurveBridge(Bridge):
             self._take(end, message, transfer, tensor)
 
     def _take(self, end: int, message: Message, transfer: _Transfer, tensor: torch.Tensor) -> None:
-        """Put what has arrived where it belongs."""
+        """Put what has arrived where it belongs; a peer may have sent anything."""
+        address, room = tensor.data_ptr(), tensor.numel()
         length = len(message.text) + sum(storage.nbytes() for storage in message.storages)
-        if length > tensor.numel():
-            transfer.fail(f"expected {tensor.numel()} bytes from {self._names[end]}, got {length}")
+        if message.lost is not None or not 0 < length <= room:
+            got = f"expected at most {room} bytes from {self._names[end]}, got {length}"
+            transfer.fail(got if message.lost is None else str(message.lost))
+            self._under_way.discard(transfer)
             return
-        if message.storages:
-            ctypes.memmove(tensor.data_ptr(), message.storages[0].data_ptr(), length)
-        else:
-            ctypes.memmove(tensor.data_ptr(), bytes(message.text), length)
+        ctypes.memmove(address, bytes(message.text), len(message.text))
+        address += len(message.text)
+        for storage in message.storages:
+            ctypes.memmove(address, storage.data_ptr(), storage.nbytes())
+            address += storage.nbytes()
         self._finish_one(transfer, end)
 
     def _lost(self, rank: int, how: str) -> None:
