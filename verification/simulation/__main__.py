@@ -10,6 +10,7 @@ what happened, and the command that repeats it. The exit code is 1 then.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from verification.simulation.subjects import SUBJECTS, Failure, check
+from verification.simulation.subjects import SUBJECTS, Failure, check, stay_on_a_core
 
 _SHOWN_EVENTS = 60
 
@@ -38,7 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(options.first, options.first + options.seeds)
     subjects = list(SUBJECTS) if options.subject is None else [options.subject]
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(min(options.processes, len(seeds)), mp_context=context) as pool:
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    given = context.SimpleQueue()
+    for core in itertools.islice(cores, options.processes):
+        given.put(core)
+    with ProcessPoolExecutor(
+        min(options.processes, len(seeds)), mp_context=context, initializer=stay_on_a_core, initargs=(given,)
+    ) as pool:
         return int(any(_simulate(pool, subject, seeds) for subject in subjects))
 
 

@@ -73,11 +73,11 @@ def wait_for(
     while True:
         run.seam()
         watched = sources()
-        ready = [
-            (each, reads and each.is_readable(), writes and each.is_writable())
-            for each, reads, writes in watched
-        ]
-        ready = [each for each in ready if each[1] or each[2]]
+        ready = []
+        for each, reads, writes in watched:
+            may_read, may_write = reads and each.is_readable(), writes and each.is_writable()
+            if may_read or may_write:
+                ready.append((each, may_read, may_write))
         left = None if deadline is None else deadline - run.now
         if ready or (left is not None and left <= 0):
             run.look()

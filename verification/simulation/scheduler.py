@@ -67,26 +67,11 @@ class Task:
         self.turn = _thread.allocate_lock()
         self.turn.acquire()
         self.ident = 0
+        self.thread: threading.Thread | None = None
         self.is_started = self.is_waiting = self.was_woken = self.is_done = False
         self.waits = 0  # how often it has waited: which wait a timer is for
         self.clock_reads = 0
         self.ended: list[Task] = []  # those that join it
-
-
-class Timer:
-    """Something that happens later."""
-
-    __slots__ = ("action", "at", "number")
-
-    def __init__(self, at: float, number: int, action: Callable[[], None] | None) -> None:
-        self.at, self.number, self.action = at, number, action
-
-    def __lt__(self, other: Timer) -> bool:
-        return (self.at, self.number) < (other.at, other.number)
-
-    def cancel(self) -> None:
-        """Have it not happen."""
-        self.action = None
 
 
 class Scheduler:
@@ -106,6 +91,7 @@ class Scheduler:
 
     def __init__(self, seed: object, preemption: float, limit_s: float, most_turns: int) -> None:
         self.choices = random.Random(f"{seed} schedule")
+        self._bits = self.choices.getrandbits
         self.preemption, self.limit_s, self.most_turns = preemption, limit_s, most_turns
         self.now = 0.0
         self.current: Task | None = None
@@ -116,7 +102,8 @@ class Scheduler:
         self.turns = self.switches = 0
         self.tasks: list[Task] = []
         self._ready: list[Task] = []
-        self._timers: list[Timer] = []
+        self._living: dict[int, list[threading.Thread]] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._over = _thread.allocate_lock()
         self._over.acquire()
@@ -128,11 +115,9 @@ class Scheduler:
         who = self.current.process.name if self.current is not None else "-"
         self.events.append(f"{self.now:10.4f}  {who:<10} {event}")
 
-    def call_later(self, seconds: float, action: Callable[[], None]) -> Timer:
+    def call_later(self, seconds: float, action: Callable[[], None]) -> None:
         """Have something happen later. It must not wait."""
-        timer = Timer(self.now + max(0.0, seconds), next(self._numbers), action)
-        heapq.heappush(self._timers, timer)
-        return timer
+        heapq.heappush(self._timers, (self.now + max(0.0, seconds), next(self._numbers), action))
 
     def finish(self) -> None:
         """End the run, when the present thread next waits."""
@@ -151,6 +136,7 @@ class Scheduler:
         if process.has_crashed:
             return
         process.has_crashed = True
+        self._living.clear()
         self.note(f"{process.name} crashes")
         self._ready = [task for task in self._ready if task.process is not process]
         process.held.clear()
@@ -186,6 +172,27 @@ class Scheduler:
         self.tasks.append(task)
         return task
 
+    def begin_task(self, task: Task) -> None:
+        """Let a thread that was started have its first turn some time."""
+        task.is_started = True
+        self._living.clear()
+        self.make_ready(task)
+
+    def living_threads(self) -> list[threading.Thread]:
+        """Return the threads on the machine of the present one that run. The list is not to be changed."""
+        host = self.me().process.host
+        living = self._living.get(host)
+        if living is None:
+            living = self._living[host] = [
+                task.thread
+                for task in self.tasks
+                if task.is_started
+                and task.thread is not None
+                and task.process.host == host
+                and not (task.is_done or task.process.has_crashed)
+            ]
+        return living
+
     def make_ready(self, task: Task) -> None:
         """Let a thread have a turn some time."""
         if task.process.has_crashed:
@@ -204,6 +211,7 @@ class Scheduler:
         except BaseException:
             self.fail(f"{task.process.name}: thread {task.name!r} ended with\n{traceback.format_exc()}")
         task.is_done = True
+        self._living.clear()
         if self.is_ending:
             self._over.release()
             return
@@ -281,18 +289,16 @@ class Scheduler:
             if not self._timers:
                 self.fail("a deadlock: nothing will ever happen again\n" + self.stacks())
                 return None
-            timer = heapq.heappop(self._timers)
-            if timer.action is None:
-                continue
-            if timer.at > self.limit_s:
+            at, _, action = heapq.heappop(self._timers)
+            if at > self.limit_s:
                 self.fail(f"no end after {self.limit_s:g} s\n" + self.stacks())
                 return None
-            self.now = timer.at
-            timer.action()
+            self.now = at
+            action()
             if self.is_ending:
                 return None
-        index = self.choices.randrange(len(self._ready))
         ready = self._ready
+        index = self._below(len(ready))
         ready[index], ready[-1] = ready[-1], ready[index]
         task = ready.pop()
         self.turns += 1
@@ -301,6 +307,13 @@ class Scheduler:
             return None
         self.digest = hash((self.digest, task.number, round(self.now * 1e6)))
         return task
+
+    def _below(self, limit: int) -> int:
+        """Draw a number as Random.randrange does, in a third of its time."""
+        bits = limit.bit_length()
+        while (drawn := self._bits(bits)) >= limit:
+            pass
+        return drawn
 
     # -- the run
 

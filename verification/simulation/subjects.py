@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 from unittest import mock
 
 import torch
@@ -123,6 +124,11 @@ def _failure(found: tuple[int, Exception] | None) -> Failure | None:
 def check(subject: str, seed: int) -> Failure | None:
     """Run one seed of a subject; return what it breaks, if anything."""
     return SUBJECTS[subject](seed)
+
+
+def stay_on_a_core(given: SimpleQueue[int]) -> None:
+    """Stay on one core, which is taken from a queue: threads hand over sooner there than between two."""
+    os.sched_setaffinity(0, {given.get()})
 
 
 SUBJECTS: dict[str, Callable[[int], Failure | None]] = {

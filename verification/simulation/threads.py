@@ -215,6 +215,8 @@ class SimulatedThread(threading.Thread):
         if run is not None and task is None:
             task = run.new_task(run.me().process, name or "thread")
         self.task = task  # before the thread is put into a set
+        if task is not None:
+            task.thread = self
         super().__init__(group, target, name, args, kwargs, daemon=daemon)
 
     def __hash__(self) -> int:
@@ -231,8 +233,7 @@ class SimulatedThread(threading.Thread):
     def start(self) -> None:
         super().start()
         if self._simulation is not None and self.task is not None:
-            self.task.is_started = True
-            self._simulation.make_ready(self.task)
+            self._simulation.begin_task(self.task)
             if active() is not None:
                 self._simulation.seam()
 
@@ -325,7 +326,9 @@ class SimulatedThreading:
         return getattr(threading, name)
 
     def enumerate(self) -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.is_alive()]
+        """Return the threads of this machine's processes: its ranks are threads of one."""
+        run = active()
+        return threading.enumerate() if run is None or run.is_ending else run.living_threads()
 
     def Lock(self) -> Any:
         return threading.Lock() if active() is None else SimulatedLock()

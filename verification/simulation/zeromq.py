@@ -21,6 +21,7 @@ from verification.simulation.sockets import Machine, connect_later, here
 from verification.simulation.threads import SeededSecrets
 
 _HANDSHAKE_SECONDS = 3.0
+_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _ROOM = 128  # frames: 64 at either end
 
 
@@ -344,35 +345,30 @@ class SimulatedPoller:
     """A ``zmq.Poller``."""
 
     def __init__(self) -> None:
-        self._registered: dict[Any, int] = {}
+        self._registered: dict[Any, tuple[Source, bool, bool]] = {}
+        self._sources: list[tuple[Source, bool, bool]] = []
 
     def register(self, source: Any, events: int) -> None:
-        self._registered[source] = events
+        polled = source if isinstance(source, Source) else Machine.descriptors[source]
+        self._registered[source] = polled, bool(events & _POLLIN), bool(events & _POLLOUT)
+        self._sources = [*self._registered.values()]
 
     def unregister(self, source: Any) -> None:
         del self._registered[source]
+        self._sources = [*self._registered.values()]
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[Any, int]]:
         run = active()
         assert run is not None
-        by_source = {
-            each if isinstance(each, Source) else Machine.descriptors[each]: each for each in self._registered
-        }
-
-        def sources() -> list[tuple[Source, bool, bool]]:
-            return [
-                (
-                    source,
-                    bool(self._registered[each] & zmq.POLLIN),
-                    bool(self._registered[each] & zmq.POLLOUT),
-                )
-                for source, each in by_source.items()
-            ]
-
         seconds = None if milliseconds is None else milliseconds / 1000
+        events = {
+            source: _POLLIN * reads + _POLLOUT * writes
+            for source, reads, writes in wait_for(run, lambda: self._sources, seconds)
+        }
+        if not events:
+            return []
         return [
-            (by_source[source], int(zmq.POLLIN) * reads + int(zmq.POLLOUT) * writes)
-            for source, reads, writes in wait_for(run, sources, seconds)
+            (each, events[polled]) for each, (polled, _, _) in self._registered.items() if polled in events
         ]
 
 
