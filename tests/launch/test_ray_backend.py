@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import torchestra
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.failure_report import conclude
 from torchestra.launcher.job import Job
@@ -29,6 +30,7 @@ from torchestra.launcher.output import open_sinks
 from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.replacements import ElasticLimits, Replacements
 from torchestra.launcher.spec import JobSpec, Script
+from torchestra.store.replicated import server
 
 
 class RayError(Exception):
@@ -55,8 +57,8 @@ class FakeRay:
         )
 
     def kill(self, handle: Handle) -> None:
-        """End the actor's rank; what it serves of the store stays, as if two of three could not be lost."""
-        handle.actor.end_rank()
+        """End the actor's rank, and what it serves of the store."""
+        handle.actor.close()
 
     def put(self, thing: object) -> object:
         return thing
@@ -131,7 +133,11 @@ class Stage(Placement):
         """As ``torchestra run --on ray --elastic`` does it; return exit code and the launcher's lines."""
         ranks, lines = len(self.ranks_placed), []
         spec = JobSpec(ranks, Script(str(script), arguments), environment={}, directory=str(script.parent))
-        job = Job(RayBackend(self, {}, elastic=True), spec, open_sinks(sys.stdout, sys.stderr))
+        job = Job(
+            RayBackend(self, {HEARTBEAT_VARIABLE: "0.5"}, elastic=True),
+            spec,
+            open_sinks(sys.stdout, sys.stderr),
+        )
         job.policy = Replacements(job, ElasticLimits(1, ranks), lines.append)
         with contextlib.closing(job):
             job.run()
@@ -271,19 +277,32 @@ MEMBER = """
     store.wait(["there/0/1", "there/1/1"])
     if rank == "0" and times == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == "1" and times < 3:
-        (folder / f"mortal{times}").touch()
-        time.sleep(1e6)
-    store.wait(["there/0/2", "there/1/3"])
+    if rank == "1":
+        before = store.get(f"replicas/{times - 1}").decode() if times > 1 else ""
+        while before == ",".join(store.addresses):  # until that of the actor before is replaced
+            store.check([])
+            time.sleep(0.02)
+        store.set(f"replicas/{times}", ",".join(store.addresses))
+        if times < 3:
+            (folder / f"mortal{times}").touch()
+            time.sleep(1e6)
+        store.set("over", "")
+    store.wait(["there/0/2", "there/1/3", "over"])
     print(*(store.get(key).decode() for key in ("there/0/2", "there/1/2", "there/1/3")), flush=True)
 """
 
 
-def test_ranks_are_replaced_by_their_actor_a_spare_one_and_a_new_one(stage, tmp_path, capsys) -> None:
-    """A rank that dies is forked again where it was; one that has lost its actor starts at another."""
+def test_ranks_are_replaced_by_their_actor_a_spare_one_and_a_new_one(
+    stage, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that dies is forked again where it was; one that has lost its actor starts at another.
+
+    So is the replica of the store that the lost actor served.
+    """
     script = tmp_path / "member.py"
     script.write_text(textwrap.dedent(MEMBER))
-    there = stage(2, spares=1)
+    monkeypatch.setattr(server, "VIEW_CHANGE_TIMEOUT_S", 0.5)
+    there = stage(3, spares=1)
 
     def lose(actor: Handle, which: int) -> None:
         def die(batch: EventBatch) -> None:
@@ -293,12 +312,12 @@ def test_ranks_are_replaced_by_their_actor_a_spare_one_and_a_new_one(stage, tmp_
         actor.spoil = die
 
     lose(there.handles[1], 1)
-    lose(there.handles[2], 2)
+    lose(there.handles[3], 2)
     code, lines = there.run_elastic(script, str(tmp_path))
     assert code == 0, lines
     out = capsys.readouterr().out.splitlines()
-    assert sorted(out) == [f"[rank {rank}] 0 2 0 0 1 1 0 1 2" for rank in range(2)]
+    assert sorted(out) == [f"[rank {rank}] 0 2 0 1 2 1 0 1 2" for rank in range(3)]
     said = "".join(lines)
     assert said.count("torchestra: rank 1: its replacement has started") == 2, said
     assert said.count("torchestra: rank 0: its replacement trains") == 1, said
-    assert len(there.handles) == 4, "two ranks, the spare actor, and the new one"
+    assert len(there.handles) == 5, "three ranks, the spare actor, and the new one"

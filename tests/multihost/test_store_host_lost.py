@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,21 @@ from ports import free_port
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.errors import InvalidArgumentError
-from torchestra.rendezvous.replication import REPLICAS_VARIABLE, replicas_wanted
+from torchestra.rendezvous import replication
+from torchestra.rendezvous.replication import REPLICAS_VARIABLE, moved_to_replicas, replicas_wanted
 from torchestra.store import HashStore, PrefixStore, ReplicatedStore, Store
+from torchestra.store.base import pauses
+from torchestra.store.replicated import server
 from torchestra.store.secret import SECRET_VARIABLE
 from worlds import processes
 
 sys.path.append(str(Path(__file__).parents[1] / "shrinking"))
+sys.path.append(str(Path(__file__).parents[1] / "store"))
+from replicas import takes_part
 from test_shrink import check_group, until_it_fails
 
 LAYOUT = (1, 1, 2)
+LONG = 30.0
 
 
 def lose_the_master(store: Store, rank: int, size: int, init_method: str) -> Any:
@@ -64,6 +71,35 @@ def test_the_survivors_of_the_master_shrink_and_make_groups() -> None:
     with processes(sum(LAYOUT), lose_the_master, address, init=False) as world:
         ended = world.finish()
     assert [outcome.result() for outcome in ended[1:]] == [((1, 2, 3), ["ReplicatedStore"])] * 3
+
+
+def test_a_rank_that_serves_no_replica_replaces_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three replicas two are lost in the end, one after the other."""
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "0.5")
+    monkeypatch.setattr(server, "VIEW_CHANGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(replication, "standbys", standbys := [])
+    meeting, size = HashStore(), 4
+    with ThreadPoolExecutor(size) as ranks:
+        moved = [ranks.submit(moved_to_replicas, meeting, rank, size, 3, LONG) for rank in range(size)]
+        stores = [each.result() for each in moved]
+    try:
+        stores[0].set("k", "v")
+        by_address = {each.listener.address: each for each in standbys}
+        began = stores[3].addresses
+        (fourth,) = by_address.keys() - {*began}
+        by_address[began[0]].close()
+        for _ in pauses(LONG):
+            if stores[3].get("k") == b"v" and fourth in stores[3].addresses:
+                break
+        assert stores[3].addresses == (fourth, *began[1:])
+        for _ in pauses(LONG):
+            if takes_part(fourth):
+                break
+        by_address[began[1]].close()
+        assert [each.get("k") for each in stores] == [b"v"] * size
+    finally:
+        for each in (*standbys, *stores):
+            each.close()
 
 
 @pytest.mark.parametrize("wrong", ["0", "three", "5", "-1"])

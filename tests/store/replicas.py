@@ -7,8 +7,12 @@ import multiprocessing
 import socket
 from collections.abc import Iterator, Sequence
 
+from torchestra.errors import DistNetworkError
 from torchestra.store import ReplicatedStore, StoreReplica
-from torchestra.store.base import Store, pauses
+from torchestra.store.base import pauses
+from torchestra.store.replicated.addresses import Addresses
+from torchestra.store.replicated.sessions import SessionPool
+from torchestra.store.tcp.protocol import Request
 
 
 def listeners(count: int) -> tuple[list[socket.socket], list[str]]:
@@ -105,9 +109,22 @@ class StoreWithReplicas(ReplicatedStore):
         _, addresses = self._stack.enter_context(replicas_here(count, secret))
         super().__init__(addresses, secret=secret)
 
-    def clone(self) -> Store:
+    def clone(self) -> ReplicatedStore:
         return ReplicatedStore(self.addresses, self.timeout, secret=self.secret)
 
     def close(self) -> None:
         super().close()
         self._stack.close()
+
+
+def takes_part(address: str) -> bool:
+    """Return whether a replica takes part: it answers a client, or sends it to the primary."""
+    pool = SessionPool(Addresses([address]), None, "probe")
+    try:
+        pool.request(Request.CHECK, [], 0.0, 0.0)
+    except DistNetworkError as error:
+        told = str(error)  # once one has been replaced, it tells where the others are
+        return "for the primary" in told or "3 addresses, of 1 replicas" in told
+    finally:
+        pool.close()
+    return True

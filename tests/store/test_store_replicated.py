@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
-from replicas import ReplicaProcesses, replicas_here
+from replicas import ReplicaProcesses, replicas_here, takes_part
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, ReplicatedStore, StoreReplica
@@ -233,21 +233,9 @@ def await_replicas(processes: ReplicaProcesses) -> None:
     """Wait until all replicas take part: each answers a client, or sends it to the primary."""
     for address in processes.addresses:
         until = time.monotonic() + LONG
-        while not _takes_part(address):
+        while not takes_part(address):
             assert time.monotonic() < until
             time.sleep(0.01)
-
-
-def _takes_part(address: str) -> bool:
-    pool = sessions.SessionPool(Addresses([address]), None, "probe")
-    try:
-        pool.request(Request.CHECK, [], 0.0, 0.0)
-    except DistNetworkError as error:
-        told = str(error)  # once one has been replaced, it tells where the others are
-        return "for the primary" in told or "3 addresses, of 1 replicas" in told
-    finally:
-        pool.close()
-    return True
 
 
 def test_waits_survive_the_primary(processes: ReplicaProcesses) -> None:

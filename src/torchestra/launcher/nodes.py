@@ -45,10 +45,11 @@ from torchestra.launcher.launcher_rendezvous import MEET_SECONDS, LauncherRendez
 from torchestra.launcher.node_ranks import REST_SECONDS, LauncherDetector, NodeRanks, later_launchers
 from torchestra.launcher.node_records import read_failure, read_job, read_members, replicas_of
 from torchestra.launcher.root_cause import FailedRank, NodeFailure
-from torchestra.launcher.store_replica import SPARE_SECONDS, ReplicaListener, needs_spare, replica_count
+from torchestra.launcher.store_replica import SPARE_SECONDS, needs_spare, replica_count, replica_listener
 from torchestra.store import PrefixStore, ReplicatedStore, Store
 from torchestra.store.base import interruptible_sleep
 from torchestra.store.process import ProcessIdentity
+from torchestra.store.replicated import ReplicaListener
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.system.deadline import RunningClock
 
@@ -157,7 +158,7 @@ class Nodes:
         }
         self._agree_on_job(mine)
         if self.node < replica_count(self.nnodes, self._has_spares):
-            self._replica = ReplicaListener(self._store)
+            self._replica = replica_listener(self._store)
             mine["store"] = self._replica.address
         key = f"node/{self.node}"
         self._store.set(key, json.dumps(mine))
@@ -209,7 +210,7 @@ class Nodes:
             return
         self._rendezvous.announce(members)
         if self._replica is None:
-            self._replica = ReplicaListener(self._store)
+            self._replica = replica_listener(self._store)
         if self._replica.address in addresses:
             self._replica.serve(addresses)
         self._store.close()
@@ -251,7 +252,7 @@ class Nodes:
     def _await_members(self) -> None:
         """Wait until a job has begun; offer to serve a replica of its store if it needs that."""
         if needs_spare(self.nnodes) and self.node >= self.nnodes and not self._store.check(["members"]):
-            self._replica = ReplicaListener(self._store)
+            self._replica = replica_listener(self._store)
             self._store.compare_set("spare", "", self._replica.address)
         try:
             while not self._store.check(["members"]):

@@ -3,21 +3,23 @@
 Ranks meet at the store of a master, and their store would end with it. If TORCHESTRA_STORE_REPLICAS asks for
 n replicas (on all ranks alike), n ranks at equal distances serve them, which are on n hosts where the hosts
 have equally many ranks, numbered host by host. Each writes its address into the store at which they have met;
-when all addresses are there, all ranks go on with the replicated store, and need the first one no more.
+when all addresses are there, all ranks go on with the replicated store, and need the first one no more. A
+replica that has been silent for the heartbeat bound is replaced by a rank that serves none.
 """
 
 from __future__ import annotations
 
 import os
 
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.errors import InvalidArgumentError
-from torchestra.store import PrefixStore, ReplicatedStore, Store, StoreReplica
-from torchestra.store.tcp.address import Address, listen
+from torchestra.store import PrefixStore, ReplicatedStore, Store
+from torchestra.store.replicated import ReplicaListener, Standby
 from torchestra.transport.addresses import own_address
 
 REPLICAS_VARIABLE = "TORCHESTRA_STORE_REPLICAS"
 
-_served: list[StoreReplica] = []  # until the process ends: other ranks may need them longer than this one
+standbys: list[Standby] = []  # until the process ends: other ranks may need them longer than this one
 
 
 def replicas_wanted(store: Store, world_size: int) -> int | None:
@@ -52,14 +54,13 @@ def moved_to_replicas(store: Store, rank: int, world_size: int, count: int, time
     secret = store.secret
     servers = [index * world_size // count for index in range(count)]
     keys = [f"address/{index}" for index in range(count)]
-    listener = None
+    host = "127.0.0.1" if secret is None else own_address(store)
+    listener = ReplicaListener(host, heartbeat_bound(), secret, secured=secret is not None)
     if rank in servers:
-        host = "127.0.0.1" if secret is None else own_address(store)
-        listener = listen(Address(host, 0), secured=secret is not None)
-        port = listener.getsockname()[1]
-        meeting.set(keys[servers.index(rank)], str(Address(host, port)))
+        meeting.set(keys[servers.index(rank)], listener.address)
     addresses = [text.decode() for text in meeting.await_values(keys, timeout_s)]
-    if listener is not None:
-        index = servers.index(rank)
-        _served.append(StoreReplica(index, addresses, secret=secret, listen_fd=listener.detach()))
-    return ReplicatedStore(addresses, timeout_s, secret=secret)
+    if rank in servers:
+        listener.serve(addresses)
+    moved = ReplicatedStore(addresses, timeout_s, secret=secret)
+    standbys.append(Standby(listener, moved.clone()))
+    return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 from torchestra.errors import InvalidArgumentError
 
@@ -13,13 +14,16 @@ HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 _DEFAULT_BOUND = 10.0
 
 
-def heartbeat_bound() -> float:
+def heartbeat_bound(variables: Mapping[str, str] = os.environ) -> float:
     """Return how long a host may be silent, in seconds.
+
+    Args:
+        variables: of the environment of the job's ranks.
 
     Raises:
         InvalidArgumentError: the environment says something that is no number of seconds.
     """
-    text = os.environ.get(HEARTBEAT_VARIABLE)
+    text = variables.get(HEARTBEAT_VARIABLE)
     try:
         bound = _DEFAULT_BOUND if not text else float(text)
     except ValueError:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
@@ -28,11 +28,13 @@ from torchestra.launcher.on_ray.messages import ActorInfo, Event, EventBatch, Pr
 from torchestra.launcher.port_reservation import PortReservation
 from torchestra.launcher.root_cause import failure_from
 from torchestra.launcher.spec import Ended, Failure, JobSpec, PhaseReached, Script, StoreServed
-from torchestra.store import StoreReplica, TCPStoreServer
+from torchestra.store import ReplicatedStore, TCPStoreServer
+from torchestra.store.replicated import ReplicaListener, Standby
 from torchestra.store.tcp.address import Address, listen
 
-CONCURRENT_CALLS = 4
-"""One call listens, one listens again after a broken connection, one signals, one closes."""
+CONCURRENT_CALLS = 5
+"""One call listens, one listens again after a broken connection, one signals, one closes, one connects to the
+job's store."""
 _LISTEN_SECONDS = 10.0
 _BATCH_BYTES = 8 << 20
 _KEPT_BYTES = 16 << 20
@@ -45,8 +47,9 @@ class RankActor:
     """
 
     def __init__(self) -> None:
-        self._store: TCPStoreServer | StoreReplica | None = None
-        self._listener: socket.socket | None = None  # of the store, until it is served
+        self._store: TCPStoreServer | None = None
+        self._listener: ReplicaListener | None = None
+        self._standby: Standby | None = None
         self._server: ForkServerClient | None = None  # of a rank that is not there yet
         self._master: PortReservation | None = None
         self._held: _HeldRank | None = None
@@ -67,24 +70,42 @@ class RankActor:
             version=torchestra.__version__,
         )
 
-    def reserve_ports(self, address: str) -> tuple[int, int]:
-        """Listen for clients of the job's store; return the port, and a MASTER_PORT."""
-        self._listener = listen(Address(address, 0), secured=True)
+    def reserve_master_port(self) -> int:
+        """Return a MASTER_PORT."""
         self._master = PortReservation("")
-        return self._listener.getsockname()[1], self._master.master_port
+        return self._master.master_port
 
-    def serve_store(self, index: int, addresses: Sequence[str], secret: str) -> None:
-        """Serve the job's store, which survives any rank's death; if there are several addresses, a replica.
+    def serve_store(self, host: str, secret: str) -> str:
+        """Serve the job's store, which survives any rank's death; return its address."""
+        listener = listen(Address(host, 0), secured=True)
+        address = Address(host, listener.getsockname()[1])
+        self._store = TCPStoreServer(listen_fd=listener.detach(), secret=secret)
+        return str(address)
+
+    def reserve_replica(self, host: str, silent_s: float, secret: str) -> str:
+        """Return where this actor is going to serve a replica of the job's store, now or later.
 
         Args:
-            index: which of the addresses is this actor's.
+            silent_s: for how long a replica must have been silent to be replaced.
         """
+        self._listener = ReplicaListener(host, silent_s, secret)
+        return self._listener.address
+
+    def stand_by(self, addresses: Sequence[str], secret: str) -> None:
+        """Serve a replica if this actor's address is among theirs; else replace one that is lost."""
         assert self._listener is not None
-        descriptor, self._listener = self._listener.detach(), None
-        if len(addresses) == 1:
-            self._store = TCPStoreServer(listen_fd=descriptor, secret=secret)
-        else:
-            self._store = StoreReplica(index, addresses, listen_fd=descriptor, secret=secret)
+        if self._listener.address in addresses:
+            self._listener.serve(addresses)
+        self._standby = Standby(self._listener, ReplicatedStore(addresses, secret=secret))
+
+    def come_later(self, host: str, silent_s: float, addresses: Sequence[str], secret: str) -> None:
+        """Do both in a job that runs, unless that has been done."""
+        if self._listener is None:
+            self.reserve_replica(host, silent_s, secret)
+            self.stand_by(addresses, secret)
+
+    def _store_variables(self) -> dict[str, str]:
+        return {} if self._standby is None else {"TORCHESTRA_STORE": ",".join(self._standby.store.addresses)}
 
     def warm_up(self, variables: Mapping[str, str]) -> None:
         """Begin to load what a rank needs, before it is known which one this actor will hold.
@@ -119,7 +140,7 @@ class RankActor:
         _check_files(own)
         server = self._server or ForkServerClient.spawned(own.environment)
         self._server = None
-        self._held = _HeldRank(own, server)
+        self._held = _HeldRank(own, server, self._store_variables)
 
     def replace(self) -> None:
         """Begin to start the rank again, whose process has ended; it is to join the others.
@@ -133,7 +154,8 @@ class RankActor:
     def listen(self, seen: int) -> EventBatch:
         """Wait a while for events; forget the first ``seen``, and return later ones."""
         assert self._held is not None
-        return self._held.listen(seen)
+        batch = self._held.listen(seen)
+        return batch if self._standby is None else replace(batch, replicas=self._standby.store.addresses)
 
     def signal(self, signum: int, final: bool) -> None:
         """Signal the rank."""
@@ -151,7 +173,9 @@ class RankActor:
         self.end_rank()
         if self._server is not None:
             self._server.close()
-        if self._listener is not None:
+        if self._standby is not None:
+            self._standby.close()
+        elif self._listener is not None:
             self._listener.close()
         if self._store is not None:
             self._store.close()
@@ -183,7 +207,9 @@ def _check_files(spec: JobSpec) -> None:
 class _HeldRank(JobListener):
     """A rank, its fork server, and a thread that runs the event loop for both."""
 
-    def __init__(self, spec: JobSpec, server: ForkServerClient) -> None:
+    def __init__(
+        self, spec: JobSpec, server: ForkServerClient, changed: Callable[[], Mapping[str, str]]
+    ) -> None:
         self.spec = spec
         self.loop = EventLoop()
         self._events: deque[Event] = deque()
@@ -195,7 +221,7 @@ class _HeldRank(JobListener):
         self._dumps = FlightDumps(spec.environment.get("TORCHESTRA_RECORD"))
         self._pids: list[int] = []
         self._server = server
-        self._backend = ForkBackend(self._server, PortReservation())
+        self._backend = ForkBackend(self._server, PortReservation(), changed=changed)
         self._thread = threading.Thread(target=self._run, name="torchestra-rank", daemon=True)
         self._thread.start()
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.errors import DistError
 from torchestra.launcher.backend import LaunchBackend
 from torchestra.launcher.channel import anonymous_file
@@ -24,6 +25,7 @@ from torchestra.launcher.on_ray.job_variables import job_variables
 from torchestra.launcher.on_ray.messages import ActorInfo, Event, EventBatch, Printed, ResultChunk, Started
 from torchestra.launcher.on_ray.placement import HeldActor, PlacedRank, Placement
 from torchestra.launcher.spec import Ended, Failure, PhaseReached
+from torchestra.store.secret import SECRET_VARIABLE
 
 _RETRY_S = 0.5
 _UNREACHABLE_S = 30.0
@@ -133,9 +135,17 @@ class RayBackend(LaunchBackend):
                 self._lose(index, rank, error)
             return
         rank.moving = False
+        self._have_stand_by(rank.placed)
         if self._joining is None:
             self._joining = self._ray.put(replace(self.listener.spec, joins=True))
         self._start_rank(index, self._joining)
+
+    def _have_stand_by(self, placed: PlacedRank) -> None:
+        """Have the actor of a replacement look after the replicas of the store, if there are such."""
+        addresses, secret = self._variables["TORCHESTRA_STORE"].split(","), self._variables[SECRET_VARIABLE]
+        if len(addresses) > 1:
+            bound = heartbeat_bound(self._variables)
+            placed.actor.come_later.remote(placed.info.address, bound, addresses, secret)
 
     def drain(self) -> None:
         """Do nothing: a rank's output comes before its end."""
@@ -193,6 +203,8 @@ class RayBackend(LaunchBackend):
 
     def _take_events(self, index: int, rank: _Rank, batch: EventBatch) -> None:
         rank.clock_offset = min(rank.clock_offset, time.monotonic() - batch.clock)
+        if batch.replicas:
+            self._variables["TORCHESTRA_STORE"] = ",".join(batch.replicas)
         for offset, event in enumerate(batch.events, batch.first):
             if offset >= rank.seen:
                 rank.seen = offset + 1

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.launcher.on_ray.placement import HeldActor, Placement
 from torchestra.store.secret import SECRET_VARIABLE
 
@@ -20,7 +21,7 @@ def job_variables(placement: Placement, env: Mapping[str, str], *, replicated: b
     Args:
         env: variables that override those for torchestra in this process's environment.
         replicated: have three actors serve a replica of the store each, on different nodes as far as there
-            are such, if there are three.
+            are such, if there are three; the others replace a lost one.
 
     Raises:
         DistError: the store cannot be served.
@@ -28,21 +29,15 @@ def job_variables(placement: Placement, env: Mapping[str, str], *, replicated: b
     secret = env.get(SECRET_VARIABLE) or os.environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
     first = placement.ranks_placed[0].held
     purpose = f"serve the job's store on host {first.info.host}"
-    ((port, master_port),) = placement.call([first.actor.reserve_ports.remote(first.info.address)], purpose)
-    addresses = [_named(first.info.address, port)]
-    servers = _spread([placed.held for placed in placement.ranks_placed] + placement.spares)[:_REPLICAS]
-    if replicated and len(servers) == _REPLICAS:
-        others = servers[1:]
-        listening = [held.actor.reserve_ports.remote(held.info.address) for held in others]
-        ports = [port for port, _ in placement.call(listening, "serve the job's store")]
-        addresses += [_named(held.info.address, port) for held, port in zip(others, ports, strict=True)]
+    (master_port,) = placement.call([first.actor.reserve_master_port.remote()], purpose)
+    every = _spread([placed.held for placed in placement.ranks_placed] + placement.spares)
+    variables = {**_settings(), **env}
+    if replicated and len(every) >= _REPLICAS:
+        addresses = _served_by_replicas(placement, every, heartbeat_bound(variables), secret)
     else:
-        servers = [first]
-    serving = [held.actor.serve_store.remote(index, addresses, secret) for index, held in enumerate(servers)]
-    placement.call(serving, purpose)
+        addresses = placement.call([first.actor.serve_store.remote(first.info.address, secret)], purpose)
     return {
-        **_settings(),
-        **env,
+        **variables,
         "WORLD_SIZE": str(len(placement.ranks_placed)),
         "MASTER_ADDR": first.info.address,
         "MASTER_PORT": str(master_port),
@@ -61,8 +56,15 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _named(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+def _served_by_replicas(
+    placement: Placement, every: Sequence[HeldActor], silent_s: float, secret: str
+) -> list[str]:
+    """Have the first actors serve a replica each, and all look after them; return their addresses."""
+    purpose = "serve the replicas of the job's store"
+    told = [held.actor.reserve_replica.remote(held.info.address, silent_s, secret) for held in every]
+    addresses: list[str] = placement.call(told, purpose)[:_REPLICAS]
+    placement.call([held.actor.stand_by.remote(addresses, secret) for held in every], purpose)
+    return addresses
 
 
 def _spread(held: Sequence[HeldActor]) -> list[HeldActor]:

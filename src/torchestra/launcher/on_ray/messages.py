@@ -64,8 +64,10 @@ class EventBatch:
         events: in order; empty when nothing happened for a while. Nothing follows an
             :class:`~torchestra.launcher.spec.Ended`.
         clock: ``time.monotonic()`` of the actor's host, the clock of the events' times.
+        replicas: where those of the job's store are now, as far as the actor has heard.
     """
 
     first: int
     events: tuple[Event, ...]
     clock: float
+    replicas: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import QueueEmptyError, StoreTimeoutError
-from torchestra.store.base import DEFAULT_STORE_TIMEOUT, Store, interruptible_sleep, missing_keys_error
+from torchestra.store.base import DEFAULT_STORE_TIMEOUT, interruptible_sleep, missing_keys_error
 from torchestra.store.replicated.addresses import Addresses, parse_address
 from torchestra.store.replicated.messages import REPLACE
 from torchestra.store.replicated.refreshing import Refresher
@@ -135,7 +135,7 @@ class ReplicatedStore(ClientStore):
         except (ProtocolError, UnicodeDecodeError) as error:
             raise invalid_reply(self, str(error)) from None
 
-    def clone(self) -> Store:
+    def clone(self) -> ReplicatedStore:
         """Return a client of the same replicas, with its own time-out and connections."""
         clone = copy.copy(self)
         clone._begin()
