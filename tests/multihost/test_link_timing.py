@@ -7,7 +7,14 @@ from simulated import on_threads
 
 from torchestra.errors import RankError
 from torchestra.launcher.api import launch
-from torchestra.performance.link_timing import LinkMeasurement, MessageTimes, fit_link, measure_link
+from torchestra.performance.link_timing import (
+    LinkMeasurement,
+    MessageTimes,
+    OperationTime,
+    fit_costs,
+    fit_link,
+    measure_link,
+)
 
 
 def measure() -> tuple[LinkMeasurement | None, list[str]]:
@@ -32,7 +39,7 @@ def test_two_hosts_are_measured_while_the_third_waits() -> None:
     assert measurement is not None
     assert measurement.link.bridge == "threads"
     assert measurement.link.shares_cores  # both hosts are this machine
-    assert set(measurement.per_op_s) == {"local_step", "multihost_call"}
+    assert set(measurement.per_op_s) == {"bridge_begin", "local_step", "multihost_call"}
     for times in measurement.times.values():
         assert min(times.one_way_s, times.stream_s, times.send_cpu_s, times.receive_cpu_s) > 0
 
@@ -72,3 +79,13 @@ def test_a_line_is_never_negative() -> None:
     assert only.up_to_bytes is None
     assert only.gap_per_byte_s == only.send_overhead_per_byte_s == 0.0
     assert 2e-5 < only.gap_s < 3e-5
+
+
+def test_the_costs_of_calls_and_exchanges_are_found_again() -> None:
+    call, exchange, step, message = 1e-4, 3e-4, 5e-6, 9e-5
+    times = [
+        OperationTime(exchanges, steps, call + exchanges * (exchange + message) + steps * step)
+        for exchanges, steps in ((1, 2), (1, 3), (2, 4), (4, 6))
+    ]
+    costs = fit_costs(times, step, message)
+    assert costs == pytest.approx({"multihost_call": call, "bridge_begin": exchange})

@@ -99,7 +99,8 @@ class HostCalibration:
         reduce: how fast a float32 tensor and a peer's buffer are added up, into the tensor.
         per_op_s: other costs by name. ``call.NAME``: :attr:`call_s` of the collective NAME on 4 bytes.
             ``multihost_call``: a call of a group on several hosts, beyond its steps; ``local_step``: one of
-            its steps within a host of one rank. ``process_vm_readv``: a call by which a rank reads a peer's
+            its steps within a host of one rank; ``bridge_begin``: one of its exchanges between hosts, beyond
+            the messages. ``process_vm_readv``: a call by which a rank reads a peer's
             memory, without its bytes.
         peer_read: how fast such calls copy a peer's tensor into another. Empty where ranks make none, because
             they may not, or are not faster so (engine/kernels/single_copy.py).

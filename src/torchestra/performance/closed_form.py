@@ -79,13 +79,14 @@ def _over_hosts(nbytes: int, machine: Machine) -> float:
     host, hosts, others = machine.host, machine.hosts, machine.hosts - 1
     grid = grid_of(hosts)
     trips = [others] if grid is None else [grid.columns - 1, grid.rows - 1]
-    small = machine.link.of(32)
+    small, exchange_s = machine.link.of(32), host.per_op_s.get("bridge_begin", 0.0)
     steps = 2 * (host.per_op_s.get("local_step", 0.0) + host.flag_s)
     begin = host.call_s + host.per_op_s.get("multihost_call", 0.0) + steps
     gap_s = small.gap_s + 32 * small.gap_per_byte_s
     once = begin
     for peers in trips:
         # The transport thread sends to all, and then takes what has come.
+        once += exchange_s
         arrives_s = small.send_overhead_s + gap_s + small.latency_s
         once += max(arrives_s, peers * small.send_overhead_s) + peers * max(small.receive_overhead_s, gap_s)
     if nbytes == 0:
@@ -96,8 +97,9 @@ def _over_hosts(nbytes: int, machine: Machine) -> float:
     overhead = link.send_overhead_per_byte_s + link.receive_overhead_per_byte_s
     chunks = len(chunk_ends(nbytes, _CHUNK_BYTES * ranks))
     piece = machine.link.of(nbytes // ranks // chunks // (trips[0] + 1))
-    messages = chunks * sum(trips) * (1 if hosts == 2 else 2)
-    sending_s = messages * (piece.send_overhead_s + piece.receive_overhead_s) + sent / ranks * overhead
+    ways = 1 if hosts == 2 else 2
+    sending_s = chunks * sum(trips) * ways * (piece.send_overhead_s + piece.receive_overhead_s)
+    sending_s += chunks * len(trips) * ways * exchange_s + sent / ranks * overhead
     moved_s = nbytes / host.copy_bytes_per_s(nbytes, ranks)
     reduced_s = 2 * nbytes / host.reduce_bytes_per_s(nbytes, ranks)
     busiest_s = max(sent * link.gap_per_byte_s, sending_s, moved_s + reduced_s)

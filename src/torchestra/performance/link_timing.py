@@ -2,14 +2,16 @@
 
 Timed are, for messages of several sizes: round trips; streams in one direction, with up to WINDOW messages on
 their way, and the processor time of both processes meanwhile; and streams in both directions at once. The
-terms of LogGOPS are fitted to these (:func:`fit_link`), in classes by size.
+terms of LogGOPS are fitted to these (:func:`fit_link`), in classes by size. Then small operations of the two
+ranks are timed, which tell what an exchange between hosts takes in an operation besides its messages
+(:func:`fit_costs`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,14 @@ import torchestra as dist
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy
 from torchestra.engine.operations import BARRIER, pack
 from torchestra.errors import InvalidArgumentError
+from torchestra.monitor.operation_timing import Cell, prepare, time_call
 from torchestra.performance.calibration import LinkCalibration, LinkClass
+from torchestra.performance.recording import Recorder
 from torchestra.performance.sampling import summarise
+from torchestra.performance.schedule import Overhead
+from torchestra.performance.workload import Operation
 
-__all__ = ["LinkMeasurement", "MessageTimes", "fit_link", "measure_link"]
+__all__ = ["LinkMeasurement", "MessageTimes", "OperationTime", "fit_costs", "fit_link", "measure_link"]
 
 _SIZES = (64, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 _LIMITS = (4 << 10, 64 << 10, 1 << 20)
@@ -37,8 +43,22 @@ _LONGEST_SHARE = 0.2
 """A size is the last one if its round trip takes this share of the time for all."""
 _BUSIER = 1.25
 """By how much longer streams in both directions take if it is not the link that is busy."""
-_BATCH = 10
+_BATCH, _ROUNDS = 10, 3
 _TIMEOUT_S = 60.0
+_SMALL = (
+    Cell("barrier", "float32", 0),
+    *(
+        Cell(name, "float32", 8)
+        for name in (
+            "all_reduce",
+            "broadcast",
+            "reduce_scatter_tensor",
+            "all_gather_into_tensor",
+            "all_to_all_single",
+        )
+    ),
+)
+"""Operations in which hosts exchange messages once, twice and four times."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ class LinkMeasurement:
 
     Attributes:
         link: the link.
-        per_op_s: ``multihost_call`` and ``local_step``.
+        per_op_s: ``multihost_call``, ``bridge_begin`` and ``local_step``.
         times: what was measured, by size in bytes.
     """
 
@@ -151,6 +171,8 @@ class _Pair:
             times[nbytes] = self._message_times(nbytes, each_s)
             if 2 * times[nbytes].one_way_s > _LONGEST_SHARE * seconds:
                 break
+        if self._first:
+            progress("small operations over both hosts")
         per_op_s = self._per_op(each_s, times[_SIZES[0]].one_way_s)
         boots = ["", ""]
         dist.all_gather_object(boots, _boot_id(), group=self._group)
@@ -225,22 +247,29 @@ class _Pair:
     def _wait(self, pending: Any) -> None:
         self._hierarchy.wait(pending, Call(pack(BARRIER.kind), 0, _TIMEOUT_S, None))
 
-    def _per_op(self, seconds: float, envelope_s: float) -> dict[str, float]:
+    def _per_op(self, seconds: float, message_s: float) -> dict[str, float]:
         """Return the costs of operations on several hosts; both ranks call it, rank 0 gets its times.
 
         Args:
-            envelope_s: the time of one small message.
+            message_s: the time of one small message.
         """
         word = torch.zeros(1, dtype=torch.int64)
 
         def step() -> None:
             self._hierarchy.share_from(0, word, Call(pack(BARRIER.kind), 0, _TIMEOUT_S, None))
 
-        def barrier() -> None:
-            dist.barrier(group=self._group)
-
-        step_s, barrier_s = (self._time(each, seconds) for each in (step, barrier))
-        return {"local_step": step_s, "multihost_call": max(0.0, barrier_s - envelope_s - 2 * step_s)}
+        step_s = self._time(step, seconds)
+        calls = {cell: prepare(cell, group=self._group) for cell in _SMALL}
+        share_s = seconds / len(calls) / _ROUNDS
+        rounds = [
+            {cell: time_call(call, share_s, self._group, _BATCH) for cell, call in calls.items()}
+            for _ in range(_ROUNDS)
+        ]
+        times = [
+            _operation_time(cell, statistics.median(found[cell].median_us for found in rounds) / 1e6)
+            for cell in calls
+        ]
+        return {"local_step": step_s, **fit_costs(times, step_s, message_s)}
 
     def _time(self, call: Callable[[], None], seconds: float) -> float:
         """Return the seconds of a call that both ranks make, one after the other."""
@@ -255,6 +284,40 @@ class _Pair:
         batch_s = _BATCH * statistics.median(sample() for _ in range(_MIN_SAMPLES))
         count = self._agreed_count(seconds / batch_s)
         return summarise([sample() for _ in range(count)], self._quantile).value
+
+
+@dataclass(frozen=True)
+class OperationTime:
+    """The time of a small operation of two hosts, and how often it goes through its parts.
+
+    Attributes:
+        exchanges: how often the hosts send each other messages.
+        steps: how many steps each has within itself.
+        seconds: what was measured.
+    """
+
+    exchanges: int
+    steps: int
+    seconds: float
+
+
+def _operation_time(cell: Cell, seconds: float) -> OperationTime:
+    events = Recorder(2, 1).record(Operation(cell.operation, cell.nbytes)).events[0, 0]
+    names = [event.name for event in events if isinstance(event, Overhead)]
+    return OperationTime(names.count("bridge_begin"), names.count("local_step"), seconds)
+
+
+def fit_costs(times: Sequence[OperationTime], step_s: float, message_s: float) -> dict[str, float]:
+    """Return what calls of operations cost, and exchanges in them, beyond their steps and messages.
+
+    Between two exchanges the engine is Python. How long that takes depends on what has run on its core
+    meanwhile, so operations tell it, and not messages alone.
+    """
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for each in times:
+        seconds[each.exchanges].append(max(0.0, each.seconds - each.steps * step_s))
+    call_s, exchange_s = fit_line({number: statistics.mean(found) for number, found in seconds.items()})
+    return {"multihost_call": call_s, "bridge_begin": max(0.0, exchange_s - message_s)}
 
 
 def _boot_id() -> str:

@@ -95,7 +95,6 @@ class _Pending:
             lengths = [(end, self._take(end, buffer)) for end, buffer in self._receives]
         for nbytes, ends in _by_length(lengths):
             log.add(Receive(ends, nbytes, self._tag))
-        log.overhead("bridge_wait")
         return True
 
     def awaited(self) -> tuple[int, ...]:
