@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -30,6 +33,42 @@ def test_a_thread_that_cannot_be_started_names_the_limit(monkeypatch: pytest.Mon
     with pytest.raises(DistBackendError, match=r"cannot be started .*ulimit -u: "):
         group.barrier()
     group.destroy()
+
+
+NO_MEMORY = """
+import os, resource, signal, threading
+from torchestra.errors import DistBackendError
+from torchestra.system.limits import start_thread
+
+def attempt(slack):
+    with open("/proc/self/statm") as sizes:
+        size = int(sizes.read().split()[0]) * resource.getpagesize()
+    signal.alarm(60)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20) + slack, resource.RLIM_INFINITY))
+    try:
+        start_thread(threading.Thread(target=int))
+    except DistBackendError as error:
+        os._exit(2 if "it ended in its first steps" in str(error) else 1)
+    os._exit(0)
+
+threading.stack_size(8 << 20)
+ends = []
+for slack in range(0, 40 << 10, 8 << 10):  # beyond the thread's stack
+    pid = os.fork()
+    if pid == 0:
+        attempt(slack)
+    ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(ends)
+"""
+
+
+def test_a_thread_without_memory_for_its_first_steps_is_not_waited_for() -> None:
+    program = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=300, check=False
+    )
+    ends = json.loads(program.stdout)
+    assert set(ends) <= {0, 1, 2}, program.stderr
+    assert 2 in ends, ends
 
 
 def test_a_loopback_interface_that_is_down_is_said_so() -> None:

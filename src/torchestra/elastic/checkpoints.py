@@ -24,6 +24,7 @@ from torchestra.elastic.dcp import Named
 from torchestra.elastic.parts import flatten_tensors, paths_of, unflatten_tensors
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.system.deadline import Deadline
+from torchestra.system.limits import start_thread
 
 _PREFIX = "step-"
 _POLL_S = 0.02
@@ -107,7 +108,7 @@ class Checkpoints:
         self._writer = threading.Thread(
             target=self._write, args=(step, mine, writer), name="torchestra-checkpoint", daemon=True
         )
-        self._writer.start()
+        start_thread(self._writer)
 
     def _copied(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if [(each.dtype, each.shape) for each in self._copies] != [

@@ -24,6 +24,7 @@ from torchestra.errors import DistError, DistNetworkError
 from torchestra.process_group.starting import GroupSpec, cancel, start
 from torchestra.store import HashStore, Store
 from torchestra.system.deadline import Deadline
+from torchestra.system.limits import start_thread
 
 _POLL_S = 0.05
 _LEAVE_S = 1.0
@@ -58,7 +59,7 @@ class GroupAdmission:
             self._watching = True
             if communicator.rank == 0:
                 name = f"torchestra-joiners-{communicator.name}"
-                threading.Thread(target=self._watch, name=name, daemon=True).start()
+                start_thread(threading.Thread(target=self._watch, name=name, daemon=True))
         if communicator.engine.hosts is not None:
             waiting = torch.tensor([self._waiting])
             communicator.broadcast(waiting, 0)

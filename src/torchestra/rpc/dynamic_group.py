@@ -35,6 +35,7 @@ from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.rpc.workers import Workers
 from torchestra.store.process import ProcessIdentity
 from torchestra.system.deadline import Deadline
+from torchestra.system.limits import start_thread
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.probing import ProbeResult, probe
 from torchestra.transport.transport import Transport
@@ -127,7 +128,7 @@ class DynamicGroup:
         for number, how in self.left.items():
             self._transport.forget(number, how)
         thread = threading.Thread(target=self._watch, daemon=True, name=f"membership of {self._name}")
-        thread.start()
+        start_thread(thread)
 
     def await_admitted(self, deadline: Deadline) -> None:
         """Wait until every member before this one has let it in; remove those that are gone.
@@ -221,7 +222,7 @@ class DynamicGroup:
             _log.warning("worker %r was removed from its group: %s", self._name, event.end_reason)
             agent.end_reason = f"was removed from its group ({event.end_reason})"
             self._ended = True
-            threading.Thread(target=agent.close, daemon=True, name=f"end of {self._name}").start()
+            start_thread(threading.Thread(target=agent.close, daemon=True, name=f"end of {self._name}"))
 
     def _expect(self, number: int, member: WorkerJoined, *, connect: bool) -> None:
         if number != self.number:

@@ -7,20 +7,65 @@ import errno
 import os
 import resource
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterator
 
 from torchestra.errors import DistBackendError
+
+_LOOK_SECONDS = 0.2
+
+
+class _NoFirstSteps(Exception):
+    """A thread has ended before it ran."""
+
+
+class _Started(threading.Event):
+    """The event for which ``Thread.start()`` waits, with an end to that where the thread has ended before.
+
+    Where there is no memory for a thread's first steps, Python lets it end, and nobody sets the event. But
+    what it calls first is freed then, which needs no memory: a weak reference to it tells.
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        super().__init__()
+        first = thread._bootstrap  # type: ignore[attr-defined]
+        self._ended: deque[object] = deque()
+        self._watch = weakref.ref(first, self._ended.append)
+        self._thread: threading.Thread | None = thread
+        thread.__dict__["_bootstrap"] = first  # else each look there makes another one
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._thread is not None:
+            del self._thread.__dict__["_bootstrap"]
+            self._thread = None
+        if timeout is not None:
+            return super().wait(timeout)
+        while not super().wait(_LOOK_SECONDS):
+            if self._ended and not self.is_set():
+                raise _NoFirstSteps
+        return True
 
 
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        DistBackendError: the system allows this process, user or container no more threads.
+        DistBackendError: the system allows this process, user or container no more threads, or there is no
+            memory for it.
     """
+    if thread.ident is None:
+        thread._started = _Started(thread)  # type: ignore[attr-defined]
     try:
         thread.start()
+    except _NoFirstSteps:
+        getattr(threading, "_limbo", {}).pop(thread, None)
+        raise DistBackendError(
+            f"thread {thread.name!r} cannot be started: it ended in its first steps, as this process has no"
+            f" memory left (ulimit -v: {_limit_text(resource.RLIMIT_AS)}), or its container has none"
+        ) from None
     except RuntimeError as error:
+        thread.__dict__.pop("_bootstrap", None)
         if thread.ident is not None:
             raise  # it was started before
         raise DistBackendError(

@@ -25,6 +25,7 @@ from typing import Any
 
 import zmq
 
+from torchestra.system.limits import start_thread
 from torchestra.system.try_lock import TryLock
 from torchestra.transport.control_frames import ASK_TO_CONFIRM, CONTROL_BYTES, GOODBYE
 from torchestra.transport.endpoint import EndpointRecord, ZapAuthenticator
@@ -140,7 +141,7 @@ class EventLoop:
                 self._listener.open(self._expected())
                 name = f"transport of {self._name}"
                 self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
-                self._thread.start()
+                start_thread(self._thread)
         self.wake()
         return True
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from torchestra.system.deadline import Deadline
+from torchestra.system.limits import start_thread
 
 
 class EnteredGroup(Protocol):
@@ -50,7 +51,7 @@ class EntryThread(Generic[E]):
         self._thread = threading.Thread(
             target=run, args=(self._run,), name="torchestra-entering", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     def has_entered(self) -> bool:
         """Return whether the rank has entered the group.

@@ -30,6 +30,7 @@ from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_ADVICE
+from torchestra.system.limits import start_thread
 from torchestra.transport.message import Message
 from torchestra.transport.rendezvous import meet
 
@@ -125,12 +126,14 @@ class CurveBridge(Bridge):
         self._is_open = False
         self._error = ""
         transport.listen(Channel.bridge, self._arrived, self._lost, heartbeat_bound())
-        threading.Thread(
-            target=self._open,
-            args=(PrefixStore("curve", store.clone()), secret, timeout_s),
-            name="torchestra-curve-opening",
-            daemon=True,
-        ).start()
+        start_thread(
+            threading.Thread(
+                target=self._open,
+                args=(PrefixStore("curve", store.clone()), secret, timeout_s),
+                name="torchestra-curve-opening",
+                daemon=True,
+            )
+        )
 
     def _open(self, store: PrefixStore, secret: bytes, timeout_s: float) -> None:
         """Meet the other ends, and send what is queued."""

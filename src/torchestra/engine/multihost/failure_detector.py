@@ -50,6 +50,7 @@ from torchestra.engine.recorder.flight_record import read_flight_record, waits_f
 from torchestra.errors import RankFailedError, named
 from torchestra.store import Store
 from torchestra.store.unreadable import UNREADABLE
+from torchestra.system.limits import start_thread
 from torchestra.transport.message import Message
 
 _ANSWER_SECONDS = 3.0
@@ -319,7 +320,7 @@ class FailureDetector:
             if self._worker is None:
                 name = f"torchestra-control-{self._context.name}-{self.host}"
                 self._worker = threading.Thread(target=self._work, name=name, daemon=True)
-                self._worker.start()
+                start_thread(self._worker)
 
     def _work(self) -> None:
         """Run the tasks, and end: a thread that waited for more would keep the group's memory for ever."""
@@ -356,7 +357,7 @@ class FailureDetector:
         """
         abort = partial(self._context.abort, why, failed, lambda: report)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and begins no thread
-            threading.Thread(target=abort, name="torchestra-aborting", daemon=True).start()
+            start_thread(threading.Thread(target=abort, name="torchestra-aborting", daemon=True))
 
     @property
     def has_left(self) -> bool:

@@ -32,6 +32,7 @@ from torchestra.engine import progress
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors
 from torchestra.engine.multihost.gloo_store import store_for_gloo
 from torchestra.store import Store
+from torchestra.system.limits import start_thread
 from torchestra.transport.addresses import own_address
 
 _TAG, _NEVER_SENT = 0, 1
@@ -198,7 +199,7 @@ class GlooBridge(Bridge):
         self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
         self._stop = weakref.finalize(self, self._tasks.put, None)
         self._stop.atexit = False
-        self._thread.start()
+        start_thread(self._thread)
         self._last = _Transfer(partial(self._ends.open, store, timeout_s), timedelta())
         self._tasks.put(self._last)
         _bridges.add(self)

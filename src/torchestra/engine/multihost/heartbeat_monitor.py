@@ -14,6 +14,7 @@ from torchestra.engine.multihost.record_publisher import RecordPublisher, Remote
 from torchestra.engine.multihost.remote_records import on_this_clock
 from torchestra.engine.recorder.flight_entries import HostRecord
 from torchestra.engine.recorder.flight_record import read_flight_record
+from torchestra.system.limits import start_thread
 from torchestra.transport.message import Message
 
 _ENTRIES = 16  # of each rank, for readers outside of the job
@@ -27,7 +28,7 @@ class HeartbeatMonitor(FailureDetector):
     def start(self) -> None:
         """Begin to ping, and to answer readers outside of the job, once the detector is attached."""
         name = f"{self._context.name}-{self.host}"
-        threading.Thread(target=self._run, name=f"torchestra-heartbeat-{name}", daemon=True).start()
+        start_thread(threading.Thread(target=self._run, name=f"torchestra-heartbeat-{name}", daemon=True))
         self._publisher = RecordPublisher(self._context.arena, self._remote_hosts)
         self._publisher.start(f"torchestra-records-{name}")
 

@@ -6,6 +6,8 @@ import contextvars
 import threading
 from collections.abc import Callable
 
+from torchestra.system.limits import start_thread
+
 
 class PeriodicThread:
     """Call a function in a thread, repeatedly; the first :meth:`start` starts the thread.
@@ -38,7 +40,7 @@ class PeriodicThread:
                     self._thread = threading.Thread(
                         target=run, args=(self._run,), name=self._name, daemon=True
                     )
-                    self._thread.start()
+                    start_thread(self._thread)
 
     def wake(self) -> None:
         """Make the thread look now."""

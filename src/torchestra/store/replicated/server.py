@@ -62,6 +62,7 @@ from torchestra.store.tcp.protocol import Outcome, ProtocolError, Reply, Request
 from torchestra.store.tcp.requests import Waiting
 from torchestra.store.tcp.server import TCPStoreServer
 from torchestra.system.deadline import RunningClock
+from torchestra.system.limits import start_thread
 
 _TICK_S = HEARTBEAT_S / 2
 _DIAL_SECONDS = 2.0
@@ -143,7 +144,7 @@ class StoreReplica(TCPStoreServer):
         for other, lost in self._lost.items():
             lost.set()
             name = f"{self!r} to {other}"
-            threading.Thread(target=self._dial, args=(other,), name=name, daemon=True).start()
+            start_thread(threading.Thread(target=self._dial, args=(other,), name=name, daemon=True))
 
     def close(self) -> None:
         """See :meth:`TCPStoreServer.close`."""

@@ -50,6 +50,7 @@ from torchestra.store.tcp.protocol import (
 from torchestra.store.tcp.requests import Waiting, answer, answer_change
 from torchestra.store.tcp.resuming import Resuming, kept
 from torchestra.system.forking import forget_in_children
+from torchestra.system.limits import start_thread
 
 HANDSHAKE_SECONDS = 30.0
 MAX_UNAUTHENTICATED = 256
@@ -112,7 +113,7 @@ class TCPStoreServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         forget_in_children(self)
         self._thread = threading.Thread(target=self._serve, name=repr(self), daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def host(self) -> str:
