@@ -100,6 +100,9 @@ def _stacks() -> dict[int, ThreadStack]:
     for thread, frame in current_frames().items():
         still = thread != own and thread in before and before[thread] == (frame, frame.f_lasti)
         found[thread] = ThreadStack(names.get(thread, "?"), frame, still, _inside(frame))
+    # Or this function's own frame, which is among them, keeps them alive, and itself.
+    before.clear()
+    del frame
     return found
 
 

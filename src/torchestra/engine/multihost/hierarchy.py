@@ -208,6 +208,7 @@ class Hierarchy:
             return
         except BridgeError as error:
             failure = error
+            failure.__traceback__ = None  # this frame, which refers to the error, and to tensors
         # Not in the handler: the error that a rank died does not chain the bridge's.
         self._explain(failure, call)
 
