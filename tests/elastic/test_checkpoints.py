@@ -15,6 +15,7 @@ import torch.distributed.checkpoint
 import torchestra as dist
 from elastic.training import STEPS, alone, digest, go_on, make, train
 from torchestra import elastic
+from torchestra.elastic import checkpoints as checkpoints_module
 from torchestra.elastic import dcp
 from torchestra.elastic.checkpoints import Writer
 from torchestra.store import HashStore
@@ -146,6 +147,30 @@ def test_a_checkpoint_of_which_a_share_does_not_come_is_given_up(tmp_path: Path)
     assert names(tmp_path) == [], "what was left of step 2 is removed, too"
     share_of(tmp_path, 0, 1, 4).wait()
     assert names(tmp_path) == ["step-00000004"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("early", [True, False])
+def test_a_rank_that_cannot_write_its_share_has_rank_0_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda message, **_: warned.append(message))
+    write = dcp.write_share
+
+    def fail(directory: Path, rank: int, values: dict[str, dcp.Named]) -> None:
+        if rank == 1:
+            raise OSError("no room")
+        write(directory, rank, values)
+
+    monkeypatch.setattr(dcp, "write_share", fail)
+    monkeypatch.setattr(checkpoints_module, "_SILENT_S", 1e9)
+    ranks = [share_of(tmp_path, rank, 3, 3) for rank in ((1, 0) if early else (0, 1))]
+    with pytest.raises(OSError, match="no room"):
+        ranks[not early].wait()
+    ranks[early].wait()
+    assert "of .step-00000003.name, and rank 1 could not: there is no checkpoint of this step" in warned[0]
+    assert names(tmp_path) == []
 
 
 @pytest.mark.filterwarnings("ignore:elastic. not all ranks have written their shares")

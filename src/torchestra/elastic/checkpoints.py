@@ -3,7 +3,8 @@
 A checkpoint is a directory ``step-00000123`` in the format of torch.distributed.checkpoint (dcp.py). The
 ranks share the values out, and each copies and writes its share; they find each other's files in the file
 system alone, so that nothing is sent and nobody is waited for in the training. Rank 0 completes the directory
-when all shares are there. Until then it has another name; under its own name it is whole.
+when all shares are there. Until then it has another name; under its own name it is whole. A rank that cannot
+write its share leaves an empty file instead; where it cannot do that either, the next save tells of it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class Checkpoints:
         """Return whether this rank still writes an earlier one."""
         return self._writer is not None and self._writer.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Return whether this rank could not write its share of the last one."""
+        return self._failed is not None
+
     def save(self, step: int, state: Mapping[str, Any], own: Mapping[str, Any], writer: Writer) -> None:
         """Copy this rank's share of a state, and write the copy in a thread. Every rank calls this.
 
@@ -120,7 +126,7 @@ class Checkpoints:
         return self._copies
 
     def abandon(self) -> None:
-        """Give up a checkpoint of which shares are missing: a rank has died, and its share may never come."""
+        """Give up a checkpoint of which shares are missing: a rank died or failed; they may never come."""
         self._abandoned.set()
 
     def wait(self) -> None:
@@ -179,6 +185,8 @@ class Checkpoints:
             if isinstance(error, Exception):
                 with contextlib.suppress(OSError):  # what is left of it would fill the disk
                     dcp.remove_share(hidden, writer.rank)
+                with contextlib.suppress(OSError):  # save_when_due tells it, then
+                    dcp.note_failure(hidden, writer.rank)
 
     def _all_written(self, hidden: pathlib.Path, ranks: int) -> bool:
         """Wait until all ranks have written their shares; return False if some will not come."""
@@ -187,8 +195,14 @@ class Checkpoints:
             size = _bytes_in(hidden)
             if size != seen:
                 seen, deadline = size, Deadline(_SILENT_S)
-            if self._abandoned.is_set() or deadline.expired():
-                reason = "a rank died" if self._abandoned.is_set() else f"nothing came for {_SILENT_S:.0f} s"
+            reason = ""
+            if (failed := dcp.failed_rank(hidden, ranks)) is not None:
+                reason = f"rank {failed} could not"
+            elif self._abandoned.is_set():
+                reason = "a rank died or could not"
+            elif deadline.expired():
+                reason = f"nothing came for {_SILENT_S:.0f} s"
+            if reason:
                 warnings.warn(
                     f"elastic: not all ranks have written their shares of {hidden.name}, and {reason}: there"
                     " is no checkpoint of this step",

@@ -27,6 +27,7 @@ from torchestra.errors import InvalidArgumentError
 KeyPath = tuple[str | int, ...]
 _CHECKSUMS = "checksums"
 _PLANNED = "__{}_planned"
+_FAILED = "__{}_failed"
 _CHUNK = 16 << 20
 
 
@@ -107,6 +108,20 @@ def remove_share(directory: Path, rank: int) -> None:
     for pattern in (f"__{rank}_*", f".__{rank}_*"):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
+
+
+def note_failure(directory: Path, rank: int) -> None:
+    """Tell rank 0 that a rank's share will not come; an empty file needs no room on a full disk.
+
+    Raises:
+        OSError: even that cannot be written.
+    """
+    (directory / _FAILED.format(rank)).touch()
+
+
+def failed_rank(directory: Path, ranks: int) -> int | None:
+    """Return a rank that has told of its failure, if there is one."""
+    return next((rank for rank in range(ranks) if (directory / _FAILED.format(rank)).exists()), None)
 
 
 class _Planned(NamedTuple):

@@ -356,13 +356,15 @@ class State:
             return
         member = default_group() if group is None else group
         directory = str(checkpoints.directory.absolute())
-        told = gathered(member, (checkpoints.busy, secrets.token_hex(4), directory))
-        if len({each for _, _, each in told}) > 1:
+        told = gathered(member, (checkpoints.busy, secrets.token_hex(4), directory, checkpoints.failed))
+        if len({each for _, _, each, _ in told}) > 1:
             raise InvalidArgumentError(
                 "elastic.Checkpoints: all ranks must give the same directory, as they write a checkpoint"
-                f" together; got {[each for _, _, each in told]}"
+                f" together; got {[each for _, _, each, _ in told]}"
             )
-        if any(busy for busy, _, _ in told):
+        if any(failed for *_, failed in told):
+            checkpoints.abandon()
+        if any(busy for busy, *_ in told):
             _log.warning("no checkpoint of step %d: the one before is still being written", self.step)
             return
         parts = {name: part.value() for name, part in self._parts.items()}
