@@ -10,7 +10,7 @@ from test_calibration import CALIBRATION
 
 from torchestra.cli import main
 from torchestra.launcher.api import launch
-from torchestra.performance import conditions, host
+from torchestra.performance import conditions, fitting, host
 from torchestra.performance.calibrate import summary
 from torchestra.performance.calibration import Calibration
 
@@ -24,6 +24,7 @@ def test_a_host_is_measured_and_the_step_in_the_file_stays(
 ) -> None:
     busy(0.1, monkeypatch)
     monkeypatch.setattr(host, "launch", partial(launch, kind="threads"))  # a process takes a second to start
+    monkeypatch.setattr(fitting, "_LARGE_BYTES", (4 << 10,))
     path = tmp_path / "machine.json"
     CALIBRATION.save(path)
     assert main(["calibrate", "-o", str(path), "--only", "host", "-n", "1,2", "--seconds", "0.02"]) == 0
@@ -32,6 +33,7 @@ def test_a_host_is_measured_and_the_step_in_the_file_stays(
     assert (found.step, found.link) == (CALIBRATION.step, CALIBRATION.link)
     assert {rate.ranks for rate in found.host.copy} == {1, 2}
     assert found.host.per_op_s["call.all_reduce"] > 0
+    assert {each.ranks for each in found.host.work_slowdowns} == {1, 2}
     assert found.conditions.busy_share == 0.1
     assert "other programs use 10% of this machine's cores" in found.conditions.warnings[0]
     assert "other programs use 10% of this machine's cores" in told.err

@@ -17,6 +17,7 @@ from torchestra.performance.calibration import (
     LinkCalibration,
     LinkClass,
     Rate,
+    Slowdown,
     StepCalibration,
     StepTimes,
 )
@@ -32,6 +33,7 @@ HOST = HostCalibration(
     fetch=(Rate(1, 1 << 20, 9e9),),
     reduce=(Rate(1, 1 << 20, 8e9),),
     per_op_s={"bridge": 2e-5},
+    work_slowdowns=(Slowdown(2, 1 << 10, 2.0), Slowdown(2, 1 << 20, 1.0), Slowdown(4, 1 << 10, 4.0)),
 )
 LINK = LinkCalibration(
     (LinkClass(65536, 3e-5, 1e-5, 1e-5, 2e-5, 8e-9), LinkClass(None, 3e-5, 2e-5, 2e-5, 4e-5, 8e-9)),
@@ -103,6 +105,13 @@ def test_rates_between_the_measured_ones() -> None:
     assert HOST.copy_bytes_per_s(1 << 20, ranks=4) == 2.5e9
     assert HOST.copy_bytes_per_s(1 << 20, ranks=9) == 2.5e9
     assert HOST.copy_bytes_per_s(1 << 20, ranks=2) == pytest.approx(1 / (2 / 3 / 10e9 + 1 / 3 / 2.5e9))
+
+
+def test_slowdowns_between_the_measured_ones() -> None:
+    assert HOST.work_slowdown(1 << 10, ranks=1) == 2.0  # beyond an end: the end
+    assert HOST.work_slowdown(1 << 15, ranks=2) == pytest.approx(1.5)
+    assert HOST.work_slowdown(1 << 10, ranks=3) == pytest.approx(3.0)
+    assert HOST.call_slowdown(3) == 1.0  # none was measured
 
 
 def test_the_class_of_a_message_and_the_nearest_number_of_ranks() -> None:

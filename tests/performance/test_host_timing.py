@@ -10,8 +10,11 @@ from machines import HOST
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.api import launch
+from torchestra.monitor.operation_timing import Cell
 from torchestra.performance import host_timing
-from torchestra.performance.host import HostOptions, default_ranks, fitted_switch_s
+from torchestra.performance.calibration import Slowdown
+from torchestra.performance.fitting import cells_to_fit, fit_operations
+from torchestra.performance.host import HostOptions, default_ranks
 from torchestra.performance.host_timing import time_rates, time_waits
 from torchestra.performance.machine import Machine
 from torchestra.performance.prediction import steady_state_seconds
@@ -68,11 +71,28 @@ def test_options_that_make_no_sense(options: dict[str, object]) -> None:
         HostOptions(**options)  # type: ignore[arg-type]
 
 
-def test_the_switch_is_the_one_that_most_operations_agree_on() -> None:
+def test_what_operations_take_among_several_ranks_is_found_again() -> None:
     host = replace(HOST, cores=2)
-    slower = Machine(1, 4, replace(host, switch_s=3 * host.switch_s))
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-    operations = [Operation("barrier", 0), *(Operation(name, 4) for name in names)]
-    measured = {each: steady_state_seconds(each, slower) for each in operations}
-    measured[operations[0]] /= 2  # a barrier that goes from rank to rank in another order
-    assert fitted_switch_s(host, 4, measured) == pytest.approx(3 * host.switch_s, rel=0.12)
+    known = replace(
+        host,
+        switch_s=3 * host.switch_s,
+        call_slowdowns=(Slowdown(4, 4, 1.5),),
+        work_slowdowns=(Slowdown(4, 4 << 10, 2.0), Slowdown(4, 64 << 10, 0.8)),
+    )
+    names = ("all_reduce", "all_gather_into_tensor", "broadcast", "scan")
+    operations = [Operation(name, nbytes) for nbytes in (4, 4 << 10, 64 << 10) for name in names]
+    measured = {each: steady_state_seconds(each, Machine(1, 4, known)) for each in operations}
+    found = fit_operations(host, 4, measured)
+    assert found.switch_at(4) == pytest.approx(3 * host.switch_s, rel=0.13)
+    assert found.call_slowdown(4) == pytest.approx(1.5, rel=0.2)
+    assert found.work_slowdown(4 << 10, 4) == pytest.approx(2.0, rel=0.2)
+    assert found.work_slowdown(64 << 10, 4) == pytest.approx(0.8, rel=0.05)
+    assert not fit_operations(host, 2, {operations[0]: 1e-6}).switches  # every rank has a core
+
+
+def test_the_operations_that_tell_fit_into_memory() -> None:
+    for ranks in (1, 16):
+        cells = cells_to_fit(ranks)
+        assert cells[0] == Cell("barrier", "float32", 0)
+        assert max(cell.nbytes for cell in cells) * ranks * ranks <= 256 << 20
+        assert len(set(cells)) == len(cells)

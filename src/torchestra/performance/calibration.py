@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -29,10 +29,12 @@ __all__ = [
     "LinkCalibration",
     "LinkClass",
     "Rate",
+    "Slowdown",
     "StepCalibration",
     "StepTimes",
     "SwitchTime",
     "rate_at",
+    "slowdown_at",
 ]
 
 VERSION = 2
@@ -80,6 +82,24 @@ class SwitchTime:
 
 
 @dataclass(frozen=True)
+class Slowdown:
+    """By how much longer something takes in an operation of several ranks than by itself.
+
+    Attributes:
+        ranks: how many are on the host.
+        operation_bytes: what each rank puts into the operation.
+        factor: how many times as long.
+    """
+
+    ranks: int
+    operation_bytes: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("ranks", "operation_bytes", "factor"))
+
+
+@dataclass(frozen=True)
 class HostCalibration:
     """The times of the parts of an operation on a host.
 
@@ -104,6 +124,8 @@ class HostCalibration:
             memory, without its bytes.
         peer_read: how fast such calls copy a peer's tensor into another. Empty where ranks make none, because
             they may not, or are not faster so (engine/kernels/single_copy.py).
+        call_slowdowns: of calls, :attr:`call_s` and ``call.NAME``.
+        work_slowdowns: of copies and reductions.
     """
 
     cores: int
@@ -118,6 +140,8 @@ class HostCalibration:
     per_op_s: Mapping[str, float] = field(default_factory=dict)
     switches: tuple[SwitchTime, ...] = ()
     peer_read: tuple[Rate, ...] = ()
+    call_slowdowns: tuple[Slowdown, ...] = ()
+    work_slowdowns: tuple[Slowdown, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self, positive=("cores", "time_slice_s"))
@@ -143,6 +167,14 @@ class HostCalibration:
         if ranks >= high or low == high:
             return high_s
         return low_s + max(0.0, (ranks - low) / (high - low)) * (high_s - low_s)
+
+    def call_slowdown(self, ranks: int) -> float:
+        """Return by how much calls are longer with so many ranks on the host (:func:`slowdown_at`)."""
+        return slowdown_at(self.call_slowdowns, 1, ranks)
+
+    def work_slowdown(self, operation_bytes: int, ranks: int) -> float:
+        """Return by how much work on memory takes longer in such an operation (:func:`slowdown_at`)."""
+        return slowdown_at(self.work_slowdowns, operation_bytes, ranks)
 
     def copy_bytes_per_s(self, working_set_bytes: int, ranks: int = 1) -> float:
         """Return how fast one of ``ranks`` ranks copies (:func:`rate_at`)."""
@@ -361,29 +393,41 @@ def rate_at(rates: tuple[Rate, ...], working_set_bytes: int, ranks: int) -> floa
     The time by byte is interpolated over the logarithm of the working set, then over the number of ranks;
     beyond the ends of the table its ends are taken.
     """
-    by_ranks = sorted({rate.ranks for rate in rates})
+    points = [(each.ranks, each.working_set_bytes, 1 / each.bytes_per_s) for each in rates]
+    return 1 / _interpolated(points, working_set_bytes, ranks)
+
+
+def slowdown_at(slowdowns: tuple[Slowdown, ...], operation_bytes: int, ranks: int) -> float:
+    """Return the factor for an operation and a number of ranks, interpolated likewise; 1 if none is known."""
+    points = [(each.ranks, each.operation_bytes, each.factor) for each in slowdowns]
+    return _interpolated(points, operation_bytes, ranks) if points else 1.0
+
+
+_Point = tuple[int, int, float]
+"""A number of ranks, bytes, and what was measured."""
+
+
+def _interpolated(points: Sequence[_Point], nbytes: int, ranks: int) -> float:
+    by_ranks = sorted({each[0] for each in points})
     above = min(bisect_left(by_ranks, ranks), len(by_ranks) - 1)
     below = above if by_ranks[above] <= ranks else max(0, above - 1)
-    costs = [_cost(rates, by_ranks[index], working_set_bytes) for index in (below, above)]
+    low, high = (_of_ranks(points, by_ranks[index], nbytes) for index in (below, above))
     if below == above:
-        return 1 / costs[0]
-    share = (ranks - by_ranks[below]) / (by_ranks[above] - by_ranks[below])
-    return 1 / (costs[0] + share * (costs[1] - costs[0]))
+        return low
+    return low + (ranks - by_ranks[below]) / (by_ranks[above] - by_ranks[below]) * (high - low)
 
 
-def _cost(rates: tuple[Rate, ...], ranks: int, working_set_bytes: int) -> float:
-    """Return the seconds by byte for a number of ranks that was measured."""
-    points = sorted((rate.working_set_bytes, 1 / rate.bytes_per_s) for rate in rates if rate.ranks == ranks)
-    sizes = [size for size, _ in points]
-    above = min(bisect_left(sizes, working_set_bytes), len(sizes) - 1)
-    below = max(0, above - 1)
-    (low, low_cost), (high, high_cost) = points[below], points[above]
-    if working_set_bytes >= high or low == high:
-        return high_cost
-    if working_set_bytes <= low:
-        return low_cost
-    share = math.log(working_set_bytes / low) / math.log(high / low)
-    return low_cost + share * (high_cost - low_cost)
+def _of_ranks(points: Sequence[_Point], ranks: int, nbytes: int) -> float:
+    """Interpolate for a number of ranks that was measured."""
+    known = sorted((size, value) for number, size, value in points if number == ranks)
+    sizes = [size for size, _ in known]
+    above = min(bisect_left(sizes, nbytes), len(sizes) - 1)
+    (low, low_value), (high, high_value) = known[max(0, above - 1)], known[above]
+    if nbytes >= high or low == high:
+        return high_value
+    if nbytes <= low:
+        return low_value
+    return low_value + math.log(nbytes / low) / math.log(high / low) * (high_value - low_value)
 
 
 def _check(record: object, positive: tuple[str, ...] = ()) -> None:

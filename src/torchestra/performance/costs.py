@@ -18,7 +18,8 @@ class Costs:
         ranks = machine.ranks_per_host * (machine.hosts if machine.shares_cores else 1)
         self._machine = machine
         self._at_once = ranks
-        self._rates: dict[tuple[type, int], float] = {}
+        self._rates: dict[tuple[type, int, int], float] = {}
+        self._calls = host.call_slowdown(ranks)
         self._tables: dict[type, Callable[[int, int], float]] = {
             Copy: host.copy_bytes_per_s,
             Fetch: host.fetch_bytes_per_s,
@@ -29,19 +30,26 @@ class Costs:
     def seconds_of(self, event: Event, rank: int) -> float:
         """Return how long a core is kept."""
         if isinstance(event, Copy | Fetch | PeerRead | Reduce):
-            key = type(event), event.working_set_bytes
+            key = type(event), event.working_set_bytes, event.operation_bytes
             rate = self._rates.get(key)
             if rate is None:
-                rate = self._rates[key] = self._tables[type(event)](event.working_set_bytes, self._at_once)
+                rate = self._rates[key] = self._rate(event)
             return event.nbytes / rate
         if isinstance(event, WriteMiss):
             near_s, far_s = (
-                self.seconds_of(Fetch(event.nbytes, size), rank) for size in (0, event.working_set_bytes)
+                self.seconds_of(Fetch(event.nbytes, size, event.operation_bytes), rank)
+                for size in (0, event.working_set_bytes)
             )
             return max(0.0, far_s - near_s)
         if isinstance(event, Compute):
             return event.seconds * self._machine.stragglers.get(rank, 1.0)
         if isinstance(event, Overhead):
-            usual = self._machine.host.call_s if event.name.startswith("call.") else 0.0
-            return self._machine.host.per_op_s.get(event.name, usual)
+            costs = self._machine.host.per_op_s
+            if event.name.startswith("call."):
+                return self._calls * costs.get(event.name, self._machine.host.call_s)
+            return costs.get(event.name, 0.0)
         return 0.0
+
+    def _rate(self, event: Copy | Fetch | PeerRead | Reduce) -> float:
+        by_itself = self._tables[type(event)](event.working_set_bytes, self._at_once)
+        return by_itself / self._machine.host.work_slowdown(event.operation_bytes, self._at_once)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchestra.engine.operations import COLLECTIVES
@@ -12,7 +11,8 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.api import launch
 from torchestra.launcher.cores import usable_cores
 from torchestra.monitor.operation_timing import Cell, time_operations
-from torchestra.performance.calibration import HostCalibration, Rate, SwitchTime
+from torchestra.performance.calibration import HostCalibration, Rate
+from torchestra.performance.fitting import cells_to_fit, fit_operations
 from torchestra.performance.host_timing import (
     RateSamples,
     time_rates,
@@ -20,13 +20,11 @@ from torchestra.performance.host_timing import (
     time_waits,
     working_set_bytes,
 )
-from torchestra.performance.machine import Machine
-from torchestra.performance.prediction import steady_state
 from torchestra.performance.rank_log import READ_CALL
 from torchestra.performance.sampling import Measured, check_quantile, summarise
 from torchestra.performance.workload import Operation
 
-__all__ = ["HostOptions", "Progress", "default_ranks", "fitted_switch_s", "measure_host"]
+__all__ = ["HostOptions", "Progress", "default_ranks", "measure_host"]
 
 Progress = Callable[[str], None]
 """Called with a line that says what is measured next."""
@@ -35,21 +33,6 @@ _TENSOR_BYTES = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 <
 _RATES = ("copy", "fetch", "reduce", "peer_read")
 _MAX_BYTES = 1 << 29  # of all ranks' tensors together
 _MAX_RANKS = 16
-_MEETINGS = (
-    Cell("barrier", "float32", 0),
-    *(
-        Cell(name, "float32", 4)
-        for name in (
-            "all_reduce",
-            "all_gather_into_tensor",
-            "reduce_scatter_tensor",
-            "all_to_all_single",
-        )
-    ),
-)
-"""Operations in which all ranks wait for all, which tell what a switch between ranks takes."""
-_FINEST, _LEAST_STEP, _MOST_STEP = 1.12, -12, 25
-"""A switch is looked for from a quarter of that of two ranks to 15 times as long, in such steps."""
 
 
 @dataclass(frozen=True)
@@ -128,34 +111,16 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
     if read_calls:
         call_s = summarise(read_calls, options.quantile).value
         host = replace(host, per_op_s={**host.per_op_s, READ_CALL: call_s})
-    switches = []
     for ranks in counts:
-        if ranks > cores:
-            progress(f"small operations of {ranks} ranks")
-            seconds = options.seconds / len(_MEETINGS)
-            timings = launch(time_operations, ranks, _MEETINGS, seconds, False)[0]
-            measured = {
-                Operation(cell.operation, cell.nbytes): timing.median_us / 1e6
-                for cell, timing in zip(_MEETINGS, timings, strict=True)
-            }
-            switches.append(SwitchTime(ranks, fitted_switch_s(host, ranks, measured)))
-    return replace(host, switches=tuple(switches)), spread
-
-
-def fitted_switch_s(host: HostCalibration, ranks: int, measured: Mapping[Operation, float]) -> float:
-    """Return how long a switch takes if simulated operations are to take what was measured.
-
-    How often a core goes from rank to rank in one operation depends on which rank comes first, in the
-    simulation and on the machine, and may be once in one operation and twice in another that is hardly
-    longer. So no operation alone tells; it is the time that fits several of them best.
-    """
-    predictions = {each: steady_state(each, Machine(1, ranks, host)) for each in measured}
-
-    def misfit(switch_s: float) -> float:
-        machine = Machine(1, ranks, replace(host, switch_s=switch_s))
-        return sum(abs(math.log(predictions[each](machine) / seconds)) for each, seconds in measured.items())
-
-    return min((host.switch_s * _FINEST**step for step in range(_LEAST_STEP, _MOST_STEP)), key=misfit)
+        progress(f"operations of {ranks} ranks")
+        cells = cells_to_fit(ranks)
+        timings = launch(time_operations, ranks, cells, options.seconds / len(cells), False)[0]
+        measured = {
+            Operation(cell.operation, cell.nbytes): timing.median_us / 1e6
+            for cell, timing in zip(cells, timings, strict=True)
+        }
+        host = fit_operations(host, ranks, measured)
+    return host, spread
 
 
 def _measured_waits(options: HostOptions) -> dict[str, Measured]:

@@ -43,13 +43,15 @@ class RankLog:
     Args:
         unit: bytes of an element of what is reduced.
         tensors: the memory of the rank's tensors: addresses, and bytes.
+        operation_bytes: what each rank puts into the operation.
 
     Attributes:
         events: what has been written.
     """
 
-    def __init__(self, unit: int, tensors: Mapping[int, int]) -> None:
+    def __init__(self, unit: int, tensors: Mapping[int, int], operation_bytes: int) -> None:
         self.events: list[Event] = []
+        self._operation_bytes = operation_bytes
         self._unit = unit
         self._tensors = sorted(tensors.items())
         self._starts = [start for start, _ in self._tensors]
@@ -65,7 +67,7 @@ class RankLog:
     def flush(self) -> None:
         """Write the copies and reductions since the last event."""
         for (kind, is_new), nbytes in self._sums.items():
-            self.events.append(kind(nbytes, int(is_new)))
+            self.events.append(kind(nbytes, int(is_new), self._operation_bytes))
         self._sums.clear()
 
     def end(self) -> None:

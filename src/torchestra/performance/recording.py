@@ -207,7 +207,7 @@ class Recorder:
         inputs, outputs = tensors_of(operation, rank, ranks)
         dtype: torch.dtype = getattr(torch, operation.dtype)
         used = {tensor.data_ptr(): tensor.nbytes for tensor in (*inputs, *outputs)}
-        log = logs[end] = RankLog(dtype.itemsize, used)
+        log = logs[end] = RankLog(dtype.itemsize, used, operation.nbytes)
         set_current_log(log)
         log.overhead(f"call.{row.name}")
         if self._table is not None:

@@ -40,11 +40,13 @@ class Copy:
     """Copy ``nbytes`` of the rank's own memory into other memory of its own.
 
     The working set is all own memory that the operation goes through: tensors and buffers. It is 0 where the
-    operation has touched these bytes before, here as in other events.
+    operation has touched these bytes before. ``operation_bytes`` is what each rank puts into the operation.
+    Both hold for other events, too.
     """
 
     nbytes: int
     working_set_bytes: int
+    operation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Fetch:
 
     nbytes: int
     working_set_bytes: int
+    operation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class PeerRead:
 
     nbytes: int
     working_set_bytes: int
+    operation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Reduce:
 
     nbytes: int
     working_set_bytes: int
+    operation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,7 @@ class WriteMiss:
 
     nbytes: int
     working_set_bytes: int
+    operation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,117 @@
+"""Fit what operations take longer among several ranks than their parts by themselves.
+
+Parts are timed in loops that do nothing else. In an operation a rank comes back to caches that it, and those
+with which it takes turns on a core, have used for other things meanwhile; and which of the waiting ranks has
+the core next is up to the system. So a few operations are timed as well, and three things are fitted until
+they are predicted best: what a switch between ranks takes, by how much calls are slower, and by how much
+work on memory is, by size. No operation alone tells: how often a core goes from rank to rank depends on which
+of them comes first, in the simulation and on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torchestra.monitor.operation_timing import Cell
+from torchestra.performance.calibration import HostCalibration, Slowdown, SwitchTime
+from torchestra.performance.machine import Machine
+from torchestra.performance.prediction import steady_state
+from torchestra.performance.workload import Operation
+
+__all__ = ["cells_to_fit", "fit_operations"]
+
+_SMALL_BYTES = 4
+_SMALL = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "scan",
+)
+_LARGE = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_LARGE_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
+_MAX_BYTES = 256 << 20
+"""Of the results of all ranks together."""
+
+_SWITCHES = tuple(1.25**step for step in range(-6, 15))
+_FACTORS = tuple(1.04**step for step in range(-35, 50))
+_ROUNDS = 2
+
+_Case = tuple[Callable[[Machine], float], float]
+"""How long an operation takes on a machine, and what was measured."""
+
+
+def cells_to_fit(ranks: int) -> list[Cell]:
+    """Return the operations to time with so many ranks."""
+    small = [Cell("barrier", "float32", 0), *(Cell(name, "float32", _SMALL_BYTES) for name in _SMALL)]
+    sizes = [nbytes for nbytes in _LARGE_BYTES if nbytes * ranks * ranks <= _MAX_BYTES]
+    return small + [Cell(name, "float32", nbytes) for nbytes in sizes for name in _LARGE]
+
+
+def fit_operations(host: HostCalibration, ranks: int, measured: Mapping[Operation, float]) -> HostCalibration:
+    """Return a host's calibration with what the seconds of operations of so many ranks tell besides."""
+    cases: defaultdict[int, list[_Case]] = defaultdict(list)
+    for operation, seconds in measured.items():
+        nbytes = max(operation.nbytes, _SMALL_BYTES)
+        cases[nbytes].append((steady_state(operation, Machine(1, ranks, host)), seconds))
+    small = cases.pop(_SMALL_BYTES)
+    switch_s, calls = host.switch_s, 1.0
+    for _ in range(_ROUNDS):
+        if ranks > host.cores:
+            switch_s = _fitted_switch_s(host, ranks, calls, small)
+        calls = _fitted_factor(partial(_machine, host, ranks, switch_s), small)
+    work = tuple(
+        Slowdown(ranks, nbytes, _fitted_factor(partial(_machine, host, ranks, switch_s, calls), of_a_size))
+        for nbytes, of_a_size in sorted(cases.items())
+    )
+    return replace(
+        host,
+        switches=(*host.switches, *([SwitchTime(ranks, switch_s)] if ranks > host.cores else [])),
+        call_slowdowns=(*host.call_slowdowns, Slowdown(ranks, _SMALL_BYTES, calls)),
+        work_slowdowns=(*host.work_slowdowns, *work),
+    )
+
+
+def _machine(
+    host: HostCalibration, ranks: int, switch_s: float, calls: float = 1.0, work: float = 1.0
+) -> Machine:
+    """Return a host with such numbers, whatever has been fitted for other numbers of ranks."""
+    changed = replace(
+        host,
+        switch_s=switch_s,
+        switches=(),
+        call_slowdowns=(Slowdown(ranks, _SMALL_BYTES, calls),),
+        work_slowdowns=(Slowdown(ranks, _SMALL_BYTES, work),),
+    )
+    return Machine(1, ranks, changed)
+
+
+def _fitted_switch_s(host: HostCalibration, ranks: int, calls: float, cases: Sequence[_Case]) -> float:
+    def misfit(switch_s: float) -> float:
+        machine = _machine(host, ranks, switch_s, calls)
+        return sum(_error(predict(machine), seconds) for predict, seconds in cases)
+
+    return min((host.switch_s * factor for factor in _SWITCHES), key=misfit)
+
+
+def _fitted_factor(machine_of: Callable[[float], Machine], cases: Sequence[_Case]) -> float:
+    """Return the factor that fits best; what an operation takes grows with it in a line."""
+    lines = []
+    for predict, seconds in cases:
+        once, twice = predict(machine_of(1.0)), predict(machine_of(2.0))
+        lines.append((once, twice - once, seconds))
+
+    def misfit(factor: float) -> float:
+        return sum(_error(once + (factor - 1) * more, seconds) for once, more, seconds in lines)
+
+    return min(_FACTORS, key=misfit)
+
+
+def _error(predicted: float, measured: float) -> float:
+    return abs(math.log(max(predicted, 1e-12) / measured))
