@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ import torch
 import rpc_workers
 import torchestra as dist
 from torchestra import rpc
-from torchestra.errors import InvalidArgumentError, RemoteError, RpcError, RpcTimeoutError
+from torchestra.engine.memory.arena import Arena
+from torchestra.errors import (
+    DistBackendError,
+    InvalidArgumentError,
+    RemoteError,
+    RpcError,
+    RpcTimeoutError,
+)
 from worlds import WORLD_SECONDS
 
 
@@ -228,6 +236,20 @@ def forget_a_name(rank: int) -> None:
     if rank == 0:
         with pytest.raises(AttributeError, match="must be importable, by the same name"):
             rpc.rpc_sync("worker1", echo, (1,))
+
+
+def name_calls_without_room(rank: int) -> None:
+    large = torch.zeros(1 << 20)
+    if rank == 0:
+        with mock.patch.object(Arena, "reserve_heap", side_effect=DistBackendError("no bytes are left")):
+            for call in (rpc.rpc_async, rpc.remote):
+                with pytest.raises(DistBackendError, match=r"left \(in a call of echo on worker 'worker1'\)"):
+                    call("worker1", echo, (large,))
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (large,)), large)
+
+
+def test_a_call_whose_tensors_find_no_memory_is_named() -> None:
+    rpc_workers.run("threads", 2, name_calls_without_room)
 
 
 def test_a_name_that_does_not_exist_there_is_told() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from torchestra.errors import RpcError, RpcTimeoutError
+from torchestra.errors import DistBackendError, InvalidArgumentError, RpcError, RpcTimeoutError
 from torchestra.rpc import plain, remote_errors
 from torchestra.rpc.answers import AnswerHandler
 from torchestra.rpc.call_scope import CallScope
@@ -57,6 +57,8 @@ from torchestra.rpc.workers import Workers
 from torchestra.system.deadline import RunningClock
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.transport.message import Message
+
+_SERIALIZATION_ERRORS = (pickle.PicklingError, AttributeError, DistBackendError, InvalidArgumentError)
 
 
 class Agent:
@@ -174,12 +176,12 @@ class Agent:
             timeout: in seconds; 0 for no limit, -1 for the agent's.
             creates: the reference that the result is to be kept under, instead of being sent back.
             keep: an object to keep alive until the answer is there.
-            scope: the scope that the call belongs to.
-            label: what error messages name as called; default: the function.
+            scope, label: the scope that it belongs to; what errors name as called, by default the function.
             waits: the caller waits for the result at once, by ``wait()``, so that no future is needed.
 
         Raises:
             RpcError: this worker has shut down.
+            DistBackendError, InvalidArgumentError: workers' shared memory has no room for its tensors.
             Exception: what pickling raised. Nothing was sent.
         """
         if self.closed:
@@ -211,8 +213,8 @@ class Agent:
             return call
         except BaseException as error:
             self._take_back(call_id, call, outgoing)
-            if not call_id and isinstance(error, (pickle.PicklingError, AttributeError)):
-                raise self._pickling_error(error, to, function) from error
+            if not call_id and isinstance(error, _SERIALIZATION_ERRORS):
+                raise self._serialization_error(error, to, label or function) from error
             raise
 
     def _encode_call(
@@ -250,11 +252,11 @@ class Agent:
             return RpcError(str(refusal(f"worker {self.info.name!r} cannot make calls")))
         return RpcError(f"worker {self.info.name!r} {self.end_reason}: no calls can be made any more")
 
-    def _pickling_error(self, error: Exception, to: int, function: Any) -> Exception:
-        return type(error)(
-            f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
-            " functions and classes are sent by name, so they must be at the top level of a module)"
-        )
+    def _serialization_error(self, error: Exception, to: int, function: Any) -> Exception:
+        where = f"in a call of {name_of(function)} on worker {self.workers[to].name!r}"
+        if isinstance(error, (pickle.PicklingError, AttributeError)):
+            where += ": functions and classes are sent by name, so they must be at the top level of a module"
+        return type(error)(f"{error} ({where})")
 
     def await_future(self, future: Future[Any], timeout: float, what: str) -> Any:
         """Wait for a future that something on this worker will complete; return its value.
