@@ -1,11 +1,12 @@
 """``torchestra run --elastic --nnodes``: a host is lost, and a spare one or itself takes its place.
 
 Launchers are all on this machine but told that they are not. Ranks only report how far they are, as groups
-do.
+do; in one test they train.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,10 +16,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from test_nodes import LIMIT_S, ended, free_address
 
+from elastic.training import alone
 from torchestra.errors import DistNetworkError
 from torchestra.launcher.launcher_rendezvous import parse_rendezvous
 from torchestra.launcher.node_ranks import NodeRanks, later_launchers
@@ -48,6 +52,29 @@ PROGRAM = """
 """
 
 
+TRAINING = f"""
+    import hashlib, os, sys, time
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    import torchestra as dist
+    from elastic.training import STEPS, digest, go_on, make
+    from torchestra import elastic
+    folder, rank, join = sys.argv[1], os.environ["RANK"], os.environ.get("TORCHESTRA_JOIN")
+    def hook(shard):
+        if shard.step == 2:
+            open(os.path.join(folder, ("joined" if join else "began") + rank), "w").close()
+            if os.environ["GROUP_RANK"] == "0" and not join:
+                time.sleep(1e6)
+    dist.init_process_group()
+    network, optimizer, scheduler = make(int(rank), 0.0)
+    state = elastic.State(network, optimizer=optimizer, scheduler=scheduler)
+    go_on(state, 4, STEPS, hook, minimum=4)
+    while not os.path.exists(os.path.join(folder, "end")):
+        time.sleep(0.01)
+    print("ended", rank, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"],
+          hashlib.sha256(repr(sorted(digest(state).items())).encode()).hexdigest())
+"""
+
+
 class Hosts:
     """Launchers of one job of two nodes with two ranks each, or of three with one each."""
 
@@ -57,8 +84,12 @@ class Hosts:
         self.folder, self._nodes, self._options, self._spares = folder, nodes, options, spares
         self._rendezvous = ",".join(free_address() for _ in range(addresses))
         self._script = folder / "job.py"
-        self._script.write_text(textwrap.dedent(PROGRAM))
+        self.set_program(PROGRAM)
         self.launchers: list[subprocess.Popen[str]] = []
+
+    def set_program(self, text: str) -> None:
+        """Have ranks run another program than PROGRAM."""
+        self._script.write_text(textwrap.dedent(text))
 
     def come(self, node: int) -> subprocess.Popen[str]:
         """Start a launcher."""
@@ -78,6 +109,7 @@ class Hosts:
             "TORCHESTRA_SECRET": SECRET,
             "TORCHESTRA_HOST_ID": f"node{node}",
             "TORCHESTRA_HEARTBEAT": str(HEARTBEAT_S),
+            "OMP_NUM_THREADS": "1",
         }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command += [str(self._script), str(self.folder)]
@@ -126,6 +158,16 @@ def takes_part(address: str) -> bool:
     return False
 
 
+def alone_with_one_thread() -> dict[str, Any]:
+    """Train as a single rank, with as many threads as the launchers give each of theirs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return alone(4)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     made: list[Hosts] = []
@@ -143,8 +185,13 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 def test_a_spare_host_takes_the_place_of_node_0_which_is_spare_when_it_comes_back(
     hosts, nothing_left
 ) -> None:
-    """Of two nodes and a spare one each serves a replica of the store, so that any of them may be lost."""
+    """Of two nodes and a spare one each serves a replica of the store, so that any of them may be lost.
+
+    The ranks train: what they have in the end is, to the bit, what a single rank has that nobody disturbs.
+    """
     job = hosts("--elastic", "1:4", addresses=2, spares=1)
+    job.set_program(TRAINING)
+    expected = hashlib.sha256(repr(sorted(alone_with_one_thread().items())).encode()).hexdigest()
     spare, lost = job.come(2), job.come(0)
     job.wait_for_spare()
     second = job.come(1)
@@ -156,10 +203,14 @@ def test_a_spare_host_takes_the_place_of_node_0_which_is_spare_when_it_comes_bac
     job.end()
     out, err, code = ended(second)
     assert (code, err) == (0, ""), "the others go on"
-    assert sorted(out.splitlines()) == ["[rank 2] ended 2 0 2 1", "[rank 3] ended 3 1 2 1"]
+    assert sorted(out.splitlines()) == [
+        f"[rank {rank}] ended {rank} {rank - 2} 2 1 {expected}" for rank in (2, 3)
+    ]
     out, err, code = ended(spare)
     assert code == 0, err
-    assert sorted(out.splitlines()) == ["[rank 0] ended 0 0 2 0", "[rank 1] ended 1 1 2 0"]
+    assert sorted(out.splitlines()) == [
+        f"[rank {rank}] ended {rank} {rank} 2 0 {expected}" for rank in (0, 1)
+    ]
     assert "takes the place of node 0" in err
     _, err, code = ended(back)
     assert code == 0, err
