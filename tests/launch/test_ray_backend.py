@@ -285,6 +285,7 @@ MEMBER = """
         store.set(f"replicas/{times}", ",".join(store.addresses))
         if times < 3:
             (folder / f"mortal{times}").touch()
+            print("lost", file=sys.stderr, flush=True)  # so that the launcher hears of its actor at once
             time.sleep(1e6)
         store.set("over", "")
     store.wait(["there/0/2", "there/1/3", "over"])
