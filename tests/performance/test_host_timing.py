@@ -11,7 +11,7 @@ from machines import HOST
 from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.api import launch
 from torchestra.monitor.operation_timing import Cell
-from torchestra.performance import host_timing
+from torchestra.performance import host_timing, probes
 from torchestra.performance.calibration import Slowdown
 from torchestra.performance.fitting import cells_to_fit, fit_operations
 from torchestra.performance.host import HostOptions, default_ranks
@@ -22,7 +22,8 @@ from torchestra.performance.sampling import summarise
 from torchestra.performance.workload import Operation
 
 
-def test_all_ranks_time_every_kind_of_rate() -> None:
+def test_all_ranks_time_every_kind_of_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "read_peer", lambda *words: probes.LOST)  # the system does not let them
     sizes = [4 << 10, 200 << 10]  # one chunk, and two of which the second is not whole
     for found in launch(time_rates, 3, sizes, 0.01, kind="threads"):
         assert list(found) == sizes
@@ -31,14 +32,19 @@ def test_all_ranks_time_every_kind_of_rate() -> None:
             assert all(samples and min(samples) > 0 for samples in kinds.values())
 
 
-def test_where_ranks_read_their_peers_tensors_that_is_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_timing, "reads_peers", lambda size: size > 1)  # threads need no call for it
+@pytest.mark.parametrize("reads", [True, False])
+def test_where_ranks_may_read_their_peers_tensors_that_is_timed_too(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this group or another: whether it pays is found anew by each."""
+    monkeypatch.setattr(host_timing, "reads_peers", lambda size: reads)  # threads need no call for it
     sizes = [64 << 10, 200 << 10]
     for found in launch(time_rates, 2, sizes, 0.01, kind="threads"):
         for kinds in found.values():
-            assert set(kinds) == {"copy", "fetch", "reduce", "peer_read", "peer_read_call"}
+            assert set(kinds) == {"copy", "fetch", "reduce", "peer_read", "peer_read_call", "reads_peers"}
             assert 0 < min(kinds["peer_read_call"]) < 1  # seconds
             assert min(kinds["peer_read"]) > 1e6  # bytes a second, and none of no bytes
+            assert kinds["reads_peers"] == [float(reads)]
 
 
 def test_both_ranks_time_flags_and_rank_1_wakes_up() -> None:
@@ -60,8 +66,8 @@ def test_the_summary_of_samples() -> None:
 
 
 def test_the_numbers_of_ranks_by_default() -> None:
-    assert default_ranks(1) == (1, 2, 4, 8, 16)
-    assert default_ranks(6) == (1, 6, 12)
+    assert default_ranks(2) == (1, 2, 3, 4, 6, 8, 12, 16)
+    assert default_ranks(6) == (1, 6, 9, 12)
     assert default_ranks(64) == (1, 64)
 
 

@@ -26,6 +26,7 @@ from torchestra.performance.schedule import (
     Copy,
     Event,
     Fetch,
+    LocalCopy,
     Overhead,
     PeerRead,
     Reduce,
@@ -109,9 +110,9 @@ def test_on_one_host_the_flags_are_those_that_ranks_set(ranks: int, reader: int)
             assert (recording.flags[0] >> at.STEP_BITS, last & ((1 << at.STEP_BITS) - 1)) == expected, name
 
 
-def total(events: list[Event], kind: type[Copy] | type[Fetch] | type[PeerRead]) -> int:
-    """Return the bytes of all events of a kind."""
-    return sum(event.nbytes for event in events if isinstance(event, kind))
+def total(events: list[Event], *kinds: type[Copy] | type[LocalCopy] | type[Fetch] | type[PeerRead]) -> int:
+    """Return the bytes of all events of some kinds."""
+    return sum(event.nbytes for event in events if isinstance(event, kinds))
 
 
 def test_what_is_read_where_it_lies_is_moved_once() -> None:
@@ -122,9 +123,10 @@ def test_what_is_read_where_it_lies_is_moved_once() -> None:
         for single_copy in (True, False)
     )
     others, own = nbytes * 2 // 3, nbytes // 3
-    assert nbytes <= total(two, Copy) < nbytes + 128  # they tell each other lengths, too
+    assert nbytes <= total(two, Copy, LocalCopy) < nbytes + 128  # they tell each other lengths, too
     assert (total(two, Fetch), total(two, PeerRead)) == (others, 0)
-    assert own <= total(one, Copy) < own + 128
+    assert total(one, LocalCopy) == own
+    assert total(one, Copy) < 128
     assert others <= total(one, PeerRead) < others + 128
     assert total(one, Fetch) == 0
     calls = [event for event in one if isinstance(event, Overhead) and event.name == READ_CALL]
@@ -139,14 +141,12 @@ def test_what_is_read_where_it_lies_is_moved_once() -> None:
         assert slow_s > fast_s + 1e-3
 
 
-_MOVES = (Copy, WriteMiss, Fetch, Reduce)
+_MOVES = (Copy, LocalCopy, WriteMiss, Fetch, Reduce)
 
 
 def moved(events: list[Event], *kinds: type) -> int:
     """Return the bytes of all events of these kinds."""
-    return sum(
-        event.nbytes for event in events if isinstance(event, (Copy, Fetch, Reduce)) and type(event) in kinds
-    )
+    return sum(event.nbytes for event in events if isinstance(event, _MOVES) and type(event) in kinds)
 
 
 def test_the_bytes_of_an_all_reduce_are_counted_once() -> None:
@@ -168,7 +168,7 @@ def test_memory_that_is_touched_first_comes_from_where_all_of_it_fits() -> None:
     nbytes = 1 << 20
     (events,) = Recorder(1, 1).record(Operation("all_gather_into_tensor", nbytes)).events.values()
     far = {kind: sum(e.nbytes for e in events if type(e) is kind and e.working_set_bytes) for kind in _MOVES}
-    assert far == {Copy: nbytes, WriteMiss: 2 * nbytes, Fetch: 0, Reduce: 0}
+    assert far == {Copy: nbytes, LocalCopy: 0, WriteMiss: 2 * nbytes, Fetch: 0, Reduce: 0}
     (footprint,) = {e.working_set_bytes for e in events if isinstance(e, _MOVES) and e.working_set_bytes}
     assert 3 * nbytes <= footprint <= 3 * nbytes + (64 << 10)  # two tensors and two buffers of half as much
 
@@ -189,7 +189,7 @@ def test_a_reduction_takes_as_long_as_it_reads_and_writes(ranks: int, of_a_tenso
 
 def test_a_reduction_of_one_source_is_a_copy() -> None:
     (events,) = Recorder(1, 1).record(Operation("reduce_scatter_tensor", 1 << 20)).events.values()
-    assert (moved(events, Reduce), moved(events, Copy)) == (0, 1 << 20)
+    assert (moved(events, Reduce), moved(events, LocalCopy)) == (0, 1 << 20)
 
 
 def test_every_wait_is_for_a_flag_that_is_set() -> None:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--nproc",
         metavar="N,…",
-        help="numbers of ranks that copy at once (default: 1, the cores, and doubles of them up to 16)",
+        help="numbers of ranks that copy at once (default: from 1 and the cores up to 16)",
     )
     parser.add_argument("--step", metavar="FILE.py:FUNCTION", help="a training step to measure")
     parser.add_argument(

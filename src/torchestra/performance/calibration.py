@@ -122,8 +122,8 @@ class HostCalibration:
             its steps within a host of one rank; ``bridge_begin``: one of its exchanges between hosts, beyond
             the messages. ``process_vm_readv``: a call by which a rank reads a peer's
             memory, without its bytes.
-        peer_read: how fast such calls copy a peer's tensor into another. Empty where ranks make none, because
-            they may not, or are not faster so (engine/kernels/single_copy.py).
+        peer_read: how fast such calls copy a peer's tensor into another. Empty where most groups make none,
+            because they may not, or are not faster so (engine/kernels/single_copy.py).
         call_slowdowns: of calls, :attr:`call_s` and ``call.NAME``.
         work_slowdowns: of copies and reductions.
     """

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchestra.performance.machine import Machine
-from torchestra.performance.schedule import Compute, Copy, Event, Fetch, Overhead, PeerRead, Reduce, WriteMiss
+from torchestra.performance.schedule import (
+    Compute,
+    Copy,
+    Event,
+    Fetch,
+    LocalCopy,
+    Overhead,
+    PeerRead,
+    Reduce,
+    WriteMiss,
+)
 
 __all__ = ["Costs"]
 
@@ -22,6 +32,7 @@ class Costs:
         self._calls = host.call_slowdown(ranks)
         self._tables: dict[type, Callable[[int, int], float]] = {
             Copy: host.copy_bytes_per_s,
+            LocalCopy: lambda working_set_bytes, ranks: host.copy_bytes_per_s(working_set_bytes),
             Fetch: host.fetch_bytes_per_s,
             PeerRead: host.peer_read_bytes_per_s,
             Reduce: host.reduce_bytes_per_s,
@@ -29,7 +40,7 @@ class Costs:
 
     def seconds_of(self, event: Event, rank: int) -> float:
         """Return how long a core is kept."""
-        if isinstance(event, Copy | Fetch | PeerRead | Reduce):
+        if isinstance(event, Copy | LocalCopy | Fetch | PeerRead | Reduce):
             key = type(event), event.working_set_bytes, event.operation_bytes
             rate = self._rates.get(key)
             if rate is None:
@@ -50,6 +61,6 @@ class Costs:
             return costs.get(event.name, 0.0)
         return 0.0
 
-    def _rate(self, event: Copy | Fetch | PeerRead | Reduce) -> float:
+    def _rate(self, event: Copy | LocalCopy | Fetch | PeerRead | Reduce) -> float:
         by_itself = self._tables[type(event)](event.working_set_bytes, self._at_once)
         return by_itself / self._machine.host.work_slowdown(event.operation_bytes, self._at_once)

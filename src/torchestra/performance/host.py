@@ -40,8 +40,7 @@ class HostOptions:
     """How to measure a host.
 
     Attributes:
-        ranks: numbers of ranks at once, for the rates of memory; empty for 1, as many as cores, and up to
-            16 in doubles.
+        ranks: numbers of ranks at once, for the rates of memory; empty for :func:`default_ranks`.
         seconds: about how long each number is measured for.
         quantile: of the samples, which counts: 0.5, the median.
     """
@@ -59,10 +58,11 @@ class HostOptions:
 
 
 def default_ranks(cores: int) -> tuple[int, ...]:
-    """Return the numbers of ranks to measure rates for: 1, the cores, and doubles of them up to 16."""
-    counts = {1, cores}
-    while max(counts) * 2 <= _MAX_RANKS:
-        counts.add(max(counts) * 2)
+    """Return the numbers of ranks to measure: 1, the cores, half as many again, twice as many, up to 16."""
+    counts, last = {1, cores}, cores
+    while last * 2 <= _MAX_RANKS:
+        counts |= {last * 3 // 2, last * 2}
+        last *= 2
     return tuple(sorted(counts))
 
 
@@ -85,6 +85,7 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
     waits["time_slice_s"] = summarise(slices or [options.seconds / 2], options.quantile)
     tables: dict[str, list[Rate]] = {kind: [] for kind in _RATES}
     read_calls: list[float] = []
+    verdicts: list[float] = []
     spread: dict[str, float] = {f"host.{name}": each.spread for name, each in waits.items()}
     counts = sorted(set(options.ranks)) or default_ranks(cores)
     for ranks in counts:
@@ -92,6 +93,7 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
         found = _rate_samples(ranks, options)
         for kinds in itertools.chain(*(one.values() for one in found)):
             read_calls += kinds.get("peer_read_call", [])
+            verdicts += kinds.get("reads_peers", [])
         for kind, rates, widest in _measured_rates(ranks, found, options.quantile):
             tables[kind] += rates
             spread[f"host.{kind}"] = max(widest, spread.get(f"host.{kind}", 0.0))
@@ -106,9 +108,9 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
         fetch=tuple(tables["fetch"]),
         reduce=tuple(tables["reduce"]),
         per_op_s={f"call.{name}": seconds for name, seconds in calls.items()},
-        peer_read=tuple(tables["peer_read"]),
+        peer_read=tuple(tables["peer_read"]) if 2 * sum(verdicts) > len(verdicts) else (),
     )
-    if read_calls:
+    if host.peer_read:
         call_s = summarise(read_calls, options.quantile).value
         host = replace(host, per_op_s={**host.per_op_s, READ_CALL: call_s})
     for ranks in counts:

@@ -44,8 +44,9 @@ _SWITCHED_S = 100e-6
 RateSamples = dict[int, dict[str, list[float]]]
 """By the size of a tensor in bytes: bytes per second of each chunk, by ``copy``, ``fetch`` and ``reduce``.
 
-Where ranks read their peers' tensors where they lie, also by ``peer_read``; and by ``peer_read_call`` the
-seconds of calls that read a few bytes.
+Where the system lets ranks read their peers' tensors where they lie, also by ``peer_read``; by
+``peer_read_call`` the seconds of calls that read a few bytes; and by ``reads_peers`` 1 if this group does so,
+else 0.
 """
 
 
@@ -144,7 +145,10 @@ def time_rates(sizes: Sequence[int], seconds: float) -> RateSamples:
 
 
 def reads_peers(size: int) -> bool:
-    """Return whether ranks of the default group read long pieces where they lie, by calls of the system."""
+    """Return whether ranks of the default group read long pieces where they lie, by calls of the system.
+
+    Where that is about as fast as a way through a buffer, one group does and the next does not.
+    """
     if size == 1:
         return False
     engine: Any = dist.group.WORLD.communicator.engine  # type: ignore[union-attr]
@@ -157,7 +161,7 @@ def _rates(meeting: _Meeting, nbytes: int, seconds: float, reads: bool) -> dict[
     """Return samples for one working set; every rank calls this.
 
     Args:
-        reads: of peers' tensors, too.
+        reads: whether ranks of this group read their peers' tensors where they lie.
     """
     source, target = (torch.zeros(nbytes // 4) for _ in range(2))
     warm = torch.zeros(min(nbytes, CHUNK_BYTES) // 4)
@@ -178,30 +182,43 @@ def _rates(meeting: _Meeting, nbytes: int, seconds: float, reads: bool) -> dict[
                 found["fetch"] += taken
             else:
                 found["reduce"] += [2 * each for each in taken]
-    if reads:
-        times = max(2, len(found["copy"]) * chunk // nbytes)
-        found |= _peer_reads(meeting, source, target, times)
+    times = max(2, len(found["copy"]) * chunk // nbytes)
+    if meeting.size > 1 and (read := _peer_reads(meeting, source, target, times)):
+        found |= {**read, "reads_peers": [float(reads)]}
     return found
 
 
 def _peer_reads(
     meeting: _Meeting, source: torch.Tensor, target: torch.Tensor, passes: int
 ) -> dict[str, list[float]]:
-    """Have all ranks read the next one's ``source`` at once, so often; return samples by kind."""
+    """Have all ranks read the next one's ``source`` at once, so often; return samples by kind.
+
+    Nothing if the system does not let one of them.
+    """
     where = torch.empty(2 * meeting.size, dtype=torch.int64)
     dist.all_gather_into_tensor(where, torch.tensor([os.getpid(), source.data_ptr()]))
     pid, address = where.reshape(-1, 2)[(meeting.rank + 1) % meeting.size].tolist()
     chunk = min(source.nbytes, CHUNK_BYTES)
+    ticks: npt.NDArray[np.int64] = np.zeros(max(_CALLS, source.nbytes // chunk), dtype=np.int64)
+    words: npt.NDArray[np.int64] = np.zeros(probes.READ_WORDS, dtype=np.int64)
+    words[probes.READ_TICKS // 8], words[probes.READ_CLOCK // 8] = ticks.ctypes.data, meeting.clock
+
+    def read(length: int, chunk: int) -> int:
+        code: int = probes.read_peer(words.ctypes.data, pid, target.data_ptr(), address, length, chunk)
+        return code
+
+    lets = torch.tensor([int(read(_FEW_BYTES, _FEW_BYTES) == probes.DONE)])
+    dist.all_reduce(lets, dist.ReduceOp.MIN)
+    if not lets:
+        return {}
 
     def seconds_of(length: int, chunk: int) -> list[float]:
-        ticks: npt.NDArray[np.int64] = np.zeros(length // chunk, dtype=np.int64)
-        words: npt.NDArray[np.int64] = np.zeros(probes.READ_WORDS, dtype=np.int64)
-        words[probes.READ_TICKS // 8], words[probes.READ_CLOCK // 8] = ticks.ctypes.data, meeting.clock
         taken: list[float] = []
         dist.barrier()
         for _ in range(passes):
-            _expect(probes.read_peer(words.ctypes.data, pid, target.data_ptr(), address, length, chunk))
-            taken += [meeting.scale().seconds_per_tick * max(1, int(each)) for each in ticks]
+            _expect(read(length, chunk))
+            scale = meeting.scale().seconds_per_tick
+            taken += [scale * max(1, int(each)) for each in ticks[: length // chunk]]
         dist.barrier()  # until then nobody frees what others read
         return taken
 

@@ -14,6 +14,7 @@ from torchestra.performance.schedule import (
     Copy,
     Event,
     Fetch,
+    LocalCopy,
     Overhead,
     PeerRead,
     Reduce,
@@ -29,8 +30,8 @@ READ_CALL = "process_vm_readv"
 """What such a call takes besides its bytes, among the calibration's other costs."""
 
 _PAGE = 4096  # as fine as it is noted which memory was touched
-_Kind = type[Copy] | type[Fetch] | type[PeerRead] | type[WriteMiss] | type[Reduce]
-_Kinds = Copy | Fetch | PeerRead | WriteMiss | Reduce
+_Kind = type[Copy] | type[LocalCopy] | type[Fetch] | type[PeerRead] | type[WriteMiss] | type[Reduce]
+_Kinds = Copy | LocalCopy | Fetch | PeerRead | WriteMiss | Reduce
 
 
 class RankLog:
@@ -86,7 +87,8 @@ class RankLog:
         if self._holds(target) and not self._holds(source):
             self._note(Fetch, nbytes, self._touch(target, nbytes))
         else:
-            self._note(Copy, nbytes, self._touch(source, nbytes))
+            kind = LocalCopy if self._holds(target) else Copy
+            self._note(kind, nbytes, self._touch(source, nbytes))
             self._note(WriteMiss, written := self._touch_any(target, nbytes), written)
 
     def read_peer(self, target: int, nbytes: int) -> None:

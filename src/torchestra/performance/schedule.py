@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "Fetch",
     "Lane",
+    "LocalCopy",
     "Overhead",
     "PeerRead",
     "Receive",
@@ -43,6 +44,15 @@ class Copy:
     operation has touched these bytes before. ``operation_bytes`` is what each rank puts into the operation.
     Both hold for other events, too.
     """
+
+    nbytes: int
+    working_set_bytes: int
+    operation_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """Copy ``nbytes`` of the rank's tensors into others of its own, which no other rank reads or writes."""
 
     nbytes: int
     working_set_bytes: int
@@ -157,6 +167,7 @@ class Receive:
 
 Event = (
     Copy
+    | LocalCopy
     | Fetch
     | PeerRead
     | WriteMiss

@@ -27,6 +27,7 @@ from torchestra.performance.schedule import (
     Event,
     Fetch,
     Lane,
+    LocalCopy,
     Overhead,
     PeerRead,
     Receive,
@@ -238,7 +239,7 @@ class _LaneRun:
         return True
 
 
-_WORK = frozenset({Copy, Fetch, PeerRead, WriteMiss, Reduce, Compute, Overhead})
+_WORK = frozenset({Copy, LocalCopy, Fetch, PeerRead, WriteMiss, Reduce, Compute, Overhead})
 
 
 def run(schedule: Schedule, machine: Machine) -> Run:
