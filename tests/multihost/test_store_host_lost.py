@@ -18,7 +18,12 @@ from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.errors import InvalidArgumentError
 from torchestra.rendezvous import replication
-from torchestra.rendezvous.replication import REPLICAS_VARIABLE, moved_to_replicas, replicas_wanted
+from torchestra.rendezvous.replication import (
+    REPLICAS_VARIABLE,
+    moved_to_replicas,
+    replicas_to_join,
+    replicas_wanted,
+)
 from torchestra.store import HashStore, PrefixStore, ReplicatedStore, Store
 from torchestra.store.base import pauses
 from torchestra.store.replicated import server
@@ -74,7 +79,7 @@ def test_the_survivors_of_the_master_shrink_and_make_groups() -> None:
 
 
 def test_a_rank_that_serves_no_replica_replaces_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three replicas two are lost in the end, one after the other."""
+    """Of three replicas two are lost in the end, one after the other; who joins finds those there are."""
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "0.5")
     monkeypatch.setattr(server, "VIEW_CHANGE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(replication, "standbys", standbys := [])
@@ -96,7 +101,8 @@ def test_a_rank_that_serves_no_replica_replaces_a_lost_one(monkeypatch: pytest.M
             if takes_part(fourth):
                 break
         by_address[began[1]].close()
-        assert [each.get("k") for each in stores] == [b"v"] * size
+        stores.append(replicas_to_join(meeting, 3, LONG))
+        assert [each.get("k") for each in stores] == [b"v"] * (size + 1)
     finally:
         for each in (*standbys, *stores):
             each.close()

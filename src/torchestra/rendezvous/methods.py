@@ -16,7 +16,7 @@ from torchestra.rendezvous.gathering import gather, newest_world
 from torchestra.rendezvous.handlers import handler_of, with_rank
 from torchestra.rendezvous.local_job import local_store_address
 from torchestra.rendezvous.over_mpi import open_over_mpi
-from torchestra.rendezvous.replication import moved_to_replicas, replicas_wanted
+from torchestra.rendezvous.replication import moved_to_replicas, replicas_to_join, replicas_wanted
 from torchestra.store import FileStore, PrefixStore, ReplicatedStore, Store, TCPStore
 from torchestra.store.base import check_integer, interruptible_sleep
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE, Secret, job_secret
@@ -160,6 +160,7 @@ def join_rendezvous(
         StoreTimeoutError: the ranks of the job have not met in time.
     """
     deadline = Deadline(timeout_seconds(timeout))
+    count = None
     if store is not None:
         opened = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
     else:
@@ -173,7 +174,11 @@ def join_rendezvous(
         launch = launch_environment()
         opened = _opener(url, parts, launch, _UNKNOWN, _UNKNOWN, job_secret(secret))(deadline.remaining())
         opened.set_timeout(timeout)
+        count = replicas_wanted(opened, _MAX_RANKS)
     own = newest_world(opened, deadline.remaining())
+    if count is not None:
+        own = replicas_to_join(own, count, deadline.remaining())
+        own.set_timeout(timeout)
     if secret is not None:
         own.secret = secret
     return own

@@ -19,6 +19,8 @@ from torchestra.transport.addresses import own_address
 
 REPLICAS_VARIABLE = "TORCHESTRA_STORE_REPLICAS"
 
+_PREFIX = "replicas"
+
 standbys: list[Standby] = []  # until the process ends: other ranks may need them longer than this one
 
 
@@ -50,17 +52,47 @@ def moved_to_replicas(store: Store, rank: int, world_size: int, count: int, time
         StoreTimeoutError: not all that are to serve came in time.
         DistNetworkError: a rank cannot reach a majority of the replicas.
     """
-    meeting = PrefixStore("replicas", store)
-    secret = store.secret
     servers = [index * world_size // count for index in range(count)]
-    keys = [f"address/{index}" for index in range(count)]
-    host = "127.0.0.1" if secret is None else own_address(store)
-    listener = ReplicaListener(host, heartbeat_bound(), secret, secured=secret is not None)
+    secret = store.secret
+    listener = _listener(store)
     if rank in servers:
-        meeting.set(keys[servers.index(rank)], listener.address)
-    addresses = [text.decode() for text in meeting.await_values(keys, timeout_s)]
+        PrefixStore(_PREFIX, store).set(_key(servers.index(rank)), listener.address)
+    addresses = _addresses(store, count, timeout_s)
     if rank in servers:
         listener.serve(addresses)
-    moved = ReplicatedStore(addresses, timeout_s, secret=secret)
+    return _watched(ReplicatedStore(addresses, timeout_s, secret=secret), listener)
+
+
+def replicas_to_join(store: Store, count: int, timeout_s: float) -> Store:
+    """Return the store to which the ranks of a world have moved, for a process that is none of them.
+
+    Args:
+        store: which :func:`moved_to_replicas` got.
+        count: of its replicas.
+        timeout_s: how long to wait for the ranks, and the new store's time-out.
+
+    Raises:
+        StoreTimeoutError: the ranks have not served it in time: they were not asked to, say.
+        DistNetworkError: a majority of the replicas cannot be reached.
+    """
+    addresses = _addresses(store, count, timeout_s)
+    return _watched(ReplicatedStore(addresses, timeout_s, secret=store.secret), _listener(store))
+
+
+def _key(index: int) -> str:
+    return f"address/{index}"
+
+
+def _addresses(store: Store, count: int, timeout_s: float) -> list[str]:
+    keys = [_key(index) for index in range(count)]
+    return [text.decode() for text in PrefixStore(_PREFIX, store).await_values(keys, timeout_s)]
+
+
+def _listener(store: Store) -> ReplicaListener:
+    host = "127.0.0.1" if store.secret is None else own_address(store)
+    return ReplicaListener(host, heartbeat_bound(), store.secret, secured=store.secret is not None)
+
+
+def _watched(moved: ReplicatedStore, listener: ReplicaListener) -> Store:
     standbys.append(Standby(listener, moved.clone()))
     return moved
