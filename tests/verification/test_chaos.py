@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -115,6 +116,18 @@ def test_what_must_not_be_is_found(ranks: Ranks, error: dict[str, Any], left: li
 def test_a_rank_that_ends_without_a_word_is_found(ranks: Ranks) -> None:
     ranks.codes[12] = -signal.SIGBUS
     assert [each for each in judged(ranks).wrong if "exit code -7" in each]
+
+
+def test_what_libzmq_does_without_memory_is_told_from_an_abort_of_ours(ranks: Ranks) -> None:
+    short = dataclasses.replace(ROUND, fault="memory", variant="RLIMIT_DATA")
+    ranks.codes[13] = -signal.SIGABRT
+    tell(ranks, 1, {**ERROR, "at": time.time()}, {"what": "over", "left": []})
+    for said, outcome in (
+        ("free(): invalid pointer", "ended"),
+        ("FATAL ERROR: OUT OF MEMORY (a.cpp:1)", "killed"),
+    ):
+        (ranks.folder / "stderr-2").write_text(said)
+        assert judge(short, ranks, {"began": time.time()}, ["a", "b"], 1.0).outcomes[2] == outcome
 
 
 def test_what_is_left_in_the_temporary_folder_is_found(ranks: Ranks) -> None:

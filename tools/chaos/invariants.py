@@ -18,6 +18,7 @@ _RANKS = re.compile(r"\b(?:ranks? |worker)(\d+(?:(?:, | and )\d+)*)")
 _OPERATIONS = re.compile(
     "|".join({*COLLECTIVES, *(kind.name for kind in Kind), "rpc", "call", "init_process_group"})
 )
+_LIBZMQ_OUT_OF_MEMORY = "FATAL ERROR: OUT OF MEMORY"  # then it ends the process
 _OUT_OF_MEMORY = (
     "MemoryError",
     "allocate memory",
@@ -128,8 +129,7 @@ def _of_rank(
             return "killed", []  # mpiexec ends all ranks when one has died
         pid = ranks.pids[0 if threads else rank] if ranks.pids else 0
         code = ranks.codes.get(pid)
-        killed = code == -signal.SIGKILL and (threads or rank == round_.victim)
-        if killed and (round_.fault == "kill" or (round_.variant == "cgroup" and round_.fault == "memory")):
+        if (threads or rank == round_.victim) and _kills(round_, code, ranks.said(0 if threads else rank)):
             return "killed", []
         return "ended", [f"its process ended with exit code {code}, and told nothing"]
     wrong += [f"it still has {each}" for each in over["left"]]
@@ -139,6 +139,14 @@ def _of_rank(
     left_before = {other for other, each in errors.items() if each and each["at"] < told["at"]}
     outcome, more = _of_error(round_, rank, told, left_before, times, load)
     return outcome, wrong + more
+
+
+def _kills(round_: Round, code: int | None, said: str) -> bool:
+    """Return whether the fault of a round may end its victim with an exit code and these words."""
+    if round_.fault == "memory":
+        aborted = code == -signal.SIGABRT and _LIBZMQ_OUT_OF_MEMORY in said
+        return aborted or (round_.variant == "cgroup" and code == -signal.SIGKILL)
+    return round_.fault == "kill" and code == -signal.SIGKILL
 
 
 def _may_fail(round_: Round) -> bool:

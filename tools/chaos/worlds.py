@@ -71,6 +71,8 @@ class Ranks:
         code = 1
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
+            with open(self.folder / f"stderr-{rank}", "wb") as said:
+                os.dup2(said.fileno(), 2)
             address = "127.0.0.1"
             if self._network is not None:
                 enter(self._network.hosts[self._round.world.host_of(rank)])
@@ -92,6 +94,12 @@ class Ranks:
             lines = (self.folder / f"told-{rank}").read_bytes().split(b"\n")
             return [json.loads(line) for line in lines[:-1]]
         return []
+
+    def said(self, rank: int) -> str:
+        """Return what the process that was started for a rank has written to its standard error."""
+        with contextlib.suppress(FileNotFoundError):  # mpiexec has started it
+            return (self.folder / f"stderr-{rank}").read_text(errors="replace")
+        return ""
 
     def line(self, rank: int, *kinds: str) -> Told | None:
         """Return the last of these lines that a rank has written."""
@@ -125,7 +133,10 @@ class Ranks:
         time.sleep(1.0)  # for the stacks to be written
         texts = []
         for path in sorted(self.folder.iterdir()):
-            if path.name.startswith(("stacks-", "crash-", "failed-", "mpiexec")) and path.stat().st_size:
+            if (
+                path.name.startswith(("stacks-", "crash-", "failed-", "stderr-", "mpiexec"))
+                and path.stat().st_size
+            ):
                 texts.append(f"--- {path.name}\n{path.read_text(errors='replace')}")
         for rank in range(self._round.world.size):
             for each in self.told(rank):
