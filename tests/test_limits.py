@@ -106,3 +106,28 @@ def test_more_ranks_than_files_may_be_open_are_not_begun() -> None:
         for descriptor in taken:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+MORE_FILES = """
+import os, resource
+from torchestra.system.limits import allow_descriptors
+
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+allow_descriptors(300)
+now = resource.getrlimit(resource.RLIMIT_NOFILE)
+allow_descriptors(200)  # there is room for them
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == now, now
+for _ in range(300):
+    os.open(os.devnull, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 600))
+allow_descriptors(10_000)  # as far as it may
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (600, 600)
+"""
+
+
+def test_a_process_allows_itself_the_files_that_many_hosts_need() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", MORE_FILES], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from torchestra.errors import DistBackendError
 
 _LOOK_SECONDS = 0.2
+_SPARE_DESCRIPTORS = 512
+"""For what the program opens besides."""
 
 
 class _NoFirstSteps(Exception):
@@ -107,6 +109,19 @@ def check_free_descriptors(count: int) -> None:
     finally:
         for descriptor in found:
             os.close(descriptor)
+
+
+def allow_descriptors(count: int) -> None:
+    """Raise this process's own limit of open files, if ``count`` more would come near it, as far as it may.
+
+    The usual limit, of 1,024, is far below what the system allows, for programs that call ``select()``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/dev/fd")) + count + _SPARE_DESCRIPTORS
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # who needs them says so when there are none
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _limit_text(limit: int) -> str:

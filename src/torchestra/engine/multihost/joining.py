@@ -31,9 +31,12 @@ from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.unreadable import reading
 from torchestra.system.deadline import Deadline
+from torchestra.system.limits import allow_descriptors
 
 _AGREED = "agreed"
 _SETTLED_POLL_S = 0.5
+_DESCRIPTORS = 5
+"""For each end of a rail: two connections, and what ZeroMQ needs for the own one."""
 
 
 def join_hosts(
@@ -127,6 +130,7 @@ def _open_rail(
     store: Store, hosts: Hosts, local_rank: int, bridge: str, transport: GroupTransport, timeout_s: float
 ) -> Bridge:
     """Open a bridge to the ranks with the same local rank on the other hosts."""
+    allow_descriptors(_DESCRIPTORS * (len(hosts) - 1))
     ranks = [members[local_rank] for members in hosts.members]
     names = [*map(hosts.describe, ranks)]
     return open_bridge(bridge, PrefixStore(f"rail/{local_rank}", store), transport, ranks, names, timeout_s)
