@@ -1,7 +1,7 @@
 """Ways to break the product's protocols, each with a run that shows it.
 
 Some are defects that the simulation has found, put back: the first eight, the first two of RPC, and the first
-three of autograd.
+four of autograd.
 """
 
 from __future__ import annotations
@@ -199,6 +199,10 @@ def _end_with_calls_pending(self: TerminationDetector) -> None:
 def _lose_what_came_too_late(self: Context, key: Key, peer: int, message: int) -> None:
     if key in self.tasks:
         _note_too_late(self, key, peer, message)
+
+
+def _note_nothing(_: Context, __: int) -> None:
+    """Those that were told of a pass, and not called, are not released."""
 
 
 def _release_here_alone(self: ContextContainer, context_id: int) -> None:
@@ -424,6 +428,9 @@ MUTATIONS: dict[str, Mutation] = {
         AutogradWorld,
         _late_crash(20),
         "still has",
+    ),
+    "release those called alone": Mutation(
+        Context, "note_start", _note_nothing, AutogradWorld, rpc.plan(20003), "still has"
     ),
     "release here alone": Mutation(
         ContextContainer, "release", _release_here_alone, AutogradWorld, rpc.plan(0), "still has"

@@ -1,8 +1,8 @@
 """Contexts: each worker's autograd state for one iteration of a program that spans workers.
 
 A worker makes its part of a context at the first call within it, and removes it when the worker that made the
-context releases it: every worker passes the release on to those it has called within the context. Where a
-worker is gone, those that it may have called are told by the worker that made the context.
+context releases it: every worker passes the release on to those it has called within the context, or told of
+a pass. Where a worker is gone, those that it may have called are told by the worker that made the context.
 
 The contexts of a worker are the scope of its messages (rpc/message_scope.py), which this module installs.
 """
@@ -36,7 +36,8 @@ class Context:
         context_id: in the upper 16 of 64 bits the rank of the worker that made it; below, a counter there.
         gradients: the gradients accumulated on this worker.
         called: the ranks that this worker has called within it.
-        neighbours: these ranks, and those that have called this worker.
+        started: the ranks that this worker has told of a pass, which made the context there if it had ended.
+        neighbours: the ranks called, and those that have called this worker.
         sends, received: by the number of the message, in the order in which they were made.
         tasks: the backward passes that run here.
         too_late: by pass that this worker does not know of yet, its messages that take no part in it; each
@@ -50,6 +51,7 @@ class Context:
         self.context_id = context_id
         self.gradients = Gradients()
         self.called: set[int] = set()
+        self.started: set[int] = set()
         self.neighbours: set[int] = set()
         self.sends: dict[int, SendRpc] = {}
         self.received: dict[int, RecvRpc] = {}
@@ -84,8 +86,13 @@ class Context:
                 self.sends[message] = send
         return message
 
+    def note_start(self, to: int) -> None:
+        """Note that a worker is about to be told of a pass."""
+        with self.lock:
+            self.started.add(to)
+
     def tell_release(self, to: int) -> None:
-        """Tell a called worker if the context was released meanwhile."""
+        """Tell a worker that was called or started if the context was released meanwhile."""
         if self.released:
             self.contexts.tell(to, Note(self.context_id, "release"))
 
@@ -319,11 +326,11 @@ class ContextContainer(MessageScope):
                 tensor.requires_grad_()
 
     def release(self, context_id: int) -> None:
-        """End a context, here and on all workers that this one has called within it."""
+        """End a context, here and on all workers that this one has called, or told of a pass, within it."""
         with self._lock:
             context = self._all.pop(context_id, None)
         if context is not None and context.release():
-            for rank in context.called:
+            for rank in context.called | context.started:
                 self.tell(rank, Note(context_id, "release"))
 
     def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:

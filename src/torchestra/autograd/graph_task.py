@@ -98,6 +98,9 @@ class Context(Protocol):
     def end_task(self, key: Key) -> object:
         """End a pass here."""
 
+    def note_start(self, to: int) -> None:
+        """Note that a worker is about to be told of a pass."""
+
     def tell_release(self, to: int) -> None:
         """Tell a worker if the context was released meanwhile."""
 
@@ -185,6 +188,7 @@ class GraphTask:
                 self._send(recv, None)
         for rank in self._peers_to_start(sends.values(), received):
             self._informed.add(rank)
+            context.note_start(rank)
             self._tell(rank, "start", self._retain)
             context.tell_release(rank)
         if not starts:
