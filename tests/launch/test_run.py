@@ -140,6 +140,18 @@ def test_the_first_failure_ends_the_job_with_its_exit_code(ending, start, nothin
     nothing_left()
 
 
+@pytest.mark.parametrize("frames", ["users", "full"])
+def test_an_error_of_torchestra_is_shown_with_the_frames_of_the_program_alone(
+    frames, start, monkeypatch
+) -> None:
+    """A newcomer reads what is wrong beneath their own line, and not beneath a dozen of ours."""
+    monkeypatch.setenv("TORCHESTRA_TRACEBACK", frames)
+    job = start("import torchestra as dist\ndist.init_process_group()\ndist.all_reduce([1])\n", 1)
+    lines = [line for line in job.finish().err.splitlines() if line.startswith("  File ")]
+    assert re.search(r'job.py", line \d+, in <module>$', lines[0])
+    assert (len(lines) > 1) == (frames == "full")
+
+
 def test_the_rank_that_was_killed_is_named_not_those_that_noticed(start, tmp_path, nothing_left) -> None:
     job = start(
         """

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torchestra.errors import GroupAbortedError
 from torchestra.launcher.spec import Failure
+from torchestra.system.user_frames import end_in_users_code
 
 _OUR_FILES = str(Path(__file__).parent)
 
@@ -65,12 +66,13 @@ class NodeFailure(NamedTuple):
 
 
 def failure_from(error: BaseException, exception: bytes | None = None) -> Failure:
-    """Return a rank's report of an uncaught exception.
+    """Return a rank's report of an uncaught exception, which loses its frames beneath the user's code.
 
     Args:
         error: the exception.
         exception: the same, pickled, if it is to be sent.
     """
+    end_in_users_code(error)
     return Failure(
         time=time.monotonic(),
         exit_code=-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,

@@ -24,6 +24,7 @@ from torchestra.store.tcp.locality import peer_user
 from torchestra.system.cache_directories import choose
 from torchestra.system.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
 from torchestra.system.switch import SWITCH_VARIABLE, switched_backend
+from torchestra.system.terminal import wide_console
 
 _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 _FEW_FILES = 1024
@@ -52,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the results; return 1 if something prevents torchestra from working, else 0."""
-    from rich.console import Console
     from rich.table import Table
 
     if options.compile:
@@ -60,10 +60,12 @@ def main(options: argparse.Namespace) -> int:
 
         compile_kernels()
     results = [*examine(), _entries()]
-    table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("", "found", "remark"):
+        table.add_column(title, overflow="fold")
     for result in results:
         table.add_row(result.subject, result.found, f"[yellow]{result.remark}[/]" if result.remark else "")
-    Console().print(table)
+    wide_console().print(table)
     return 1 if any(result.found == "missing" for result in results) else 0
 
 

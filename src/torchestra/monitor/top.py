@@ -25,6 +25,7 @@ from torchestra.monitor.live.keyboard import Keyboard
 from torchestra.monitor.live.recording import Recording, RecordingWriter
 from torchestra.monitor.live.samples import Change, JobSample, JobSampler, changes, current_entry
 from torchestra.monitor.live.screen import Screen
+from torchestra.system.terminal import wide_console
 
 _EPILOG = """\
 WAITING is the share of the time that a rank has waited for others, and FOR the rank that it waited for most:
@@ -211,11 +212,7 @@ def _pairs(source: Source) -> Iterator[tuple[JobSample, JobSample]]:
 
 def _print_once(source: Source) -> None:
     """Print the first two samples of a job, or the last two of a file, as one table."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    console = wide_console()
     pairs = _pairs(source)
     found = next(iter(deque(pairs, maxlen=1)), None) if source.replays else next(pairs, None)
     if found is None:

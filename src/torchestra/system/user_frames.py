@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from types import TracebackType
 
 import torchestra
 from torchestra.errors import DistError
+
+VARIABLE = "TORCHESTRA_TRACEBACK"
 
 _OURS = str(Path(torchestra.__file__).parent) + "/"
 _TORCH = importlib.util.find_spec("torch")  # not imported: those who use this may do without it
@@ -34,8 +37,10 @@ def end_in_users_code(error: BaseException) -> None:
 
     This applies to each error of the chain that is torchestra's own, or that a function of torch.distributed
     raises itself: these say what has happened and what to do. Any other error keeps all its frames, as its
-    cause may be anywhere.
+    cause may be anywhere; and so do all where ``TORCHESTRA_TRACEBACK=full``.
     """
+    if os.environ.get(VARIABLE) == "full":
+        return
     for each in _chain(error):
         if isinstance(each, DistError) or _innermost(each.__traceback__).endswith(_TORCHS_FUNCTIONS):
             with contextlib.suppress(TypeError):  # an exception that refuses it keeps its traceback
