@@ -339,27 +339,33 @@ class LocalEngine(Engine):
         site: str | None = None,
     ) -> None:
         kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
-        self.call(kernel, arguments, timeout_s, site, inputs, outputs)
+        try:  # as call() does it, in one frame less
+            if code := kernel(*arguments):
+                self.context.finish(code, kernel, arguments, timeout_s, site)
+        except BaseException as error:
+            try:
+                self.abandon_operation(error, (inputs, outputs))
+            finally:
+                if not self.state.off and self.is_unfinished:  # an interrupt in its first lines
+                    self.abandon_operation(error, (inputs, outputs))
+            raise
 
     def prepare(self, plan: LocalPlan, inputs: Tensors, outputs: Tensors) -> Prepared:
         kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
         name = next(name for name, each in vars(self.kernels).items() if each is kernel)
         return PreparedKernel(self, name, arguments, self.context.tables() if name in _WITH_TABLES else None)
 
-    def call(
-        self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None, *tensors: Tensors
-    ) -> None:
-        """Call a kernel until it is done, on these tensors."""
+    def call(self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None = None) -> None:
+        """Call a kernel until it is done, on tensors that its caller keeps."""
         try:
             if code := kernel(*arguments):
                 self.context.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
             try:
-                self.abandon_operation(error, tensors)
-            except BaseException:
-                if not self.state.off:  # an interrupt in its first lines
-                    self.abandon_operation(error, tensors)
-                raise
+                self.abandon_operation(error)
+            finally:
+                if not self.state.off and self.is_unfinished:  # an interrupt in its first lines
+                    self.abandon_operation(error)
             raise
 
     def exchanging(
@@ -461,10 +467,7 @@ class LocalEngine(Engine):
         self.context.leave()
 
     def abandon_operation(self, error: BaseException, tensors: Sequence[Tensors] = ()) -> None:
-        """After an exception, refuse all further operations if the current one has not ended.
-
-        The exception may be a KeyboardInterrupt at any point since the kernel was first called.
-        """
+        """After an exception, an interrupt at any point too, refuse operations if this one has not ended."""
         if not self.is_unfinished:
             self.context.note_failure()
             return
