@@ -90,7 +90,7 @@ class Mutation(NamedTuple):
         planners: dict[object, list[Callable[[int], Plan]]] = {
             GroupsWorld: [groups.plan, _reset_while_shrinking, _reset_while_meeting],
             MessagesWorld: [messages.plan, _death_while_meeting],
-            RpcWorld: [rpc.plan],
+            RpcWorld: [rpc.plan, _late_goodbye],
             AutogradWorld: [rpc.plan, _late_crash],
             JoiningWorld: [joining_rpc.plan, _death_alone],
         }
@@ -288,6 +288,11 @@ def _death_while_meeting(seed: int) -> Plan:
     return Plan(seed, range(8), 0.0, Quality(0.002, 0.01, 0.15, 0.02), [crash], most_turns=60_000)
 
 
+def _late_goodbye(seed: int) -> Plan:
+    """Return a run in which half of what is sent is late, as a rule some last words of a worker, too."""
+    return Plan(seed, (0, 1, 2), 0.0, Quality(0.002, 0.0, 0.7, 0.5), [], most_turns=60_000)
+
+
 def _late_crash(seed: int) -> Plan:
     """Return a run of three machines far from each other, so that much is under way when one crashes."""
     crash = Fault(1.0 + 0.1 * seed, "crash", 1, 0, 0, 0.0)
@@ -393,7 +398,12 @@ MUTATIONS: dict[str, Mutation] = {
         PairConnection, "flush", _count_an_empty_flush, RpcWorld, rpc.plan(13), "which is well"
     ),
     "wait for one connection only": Mutation(
-        PairConnection, "_may_be_heard", _wait_for_one_connection_only, AutogradWorld, rpc.plan(37), "died"
+        PairConnection,
+        "_may_be_heard",
+        _wait_for_one_connection_only,
+        RpcWorld,
+        _late_goodbye(1),
+        "died (its connection has ended)",
     ),
     "fork to the lost": Mutation(RRefContext, "fork", _fork_to_the_lost, RpcWorld, rpc.plan(42), "still has"),
     "keep nothing": Mutation(RRefContext, "fork", _keep_nothing, RpcWorld, rpc.plan(0), "still has"),
