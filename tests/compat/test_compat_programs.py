@@ -19,6 +19,7 @@ from torchestra.compat.renaming import rename
 from torchestra.nn import SyncBatchNorm
 from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.optim import ZeroRedundancyOptimizer
+from torchestra.rpc import profiling
 
 TRAIN = r'''
 """As people write them for torchrun."""
@@ -227,6 +228,7 @@ def test_every_spelling_is_torchestras(program: str) -> None:
         ("from torch._C._distributed_c10d import Store as found", dist.Store),
         ("import torch\nfound = torch.futures.wait_all", futures.wait_all),
         ("from torch.futures import collect_all as found", futures.collect_all),
+        ("from torch.autograd.profiler_legacy import profile as found", profiling.profile),
         ("from torch.futures import Future as found", torch.futures.Future),
     ],
 )

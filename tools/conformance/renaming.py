@@ -19,6 +19,10 @@ _RULES = [
     (r"\btorch\._C\._distributed_autograd\b", "torchestra.compat.autograd"),
     (r"\btorch\._C\._distributed_rpc\b", "torchestra.compat.rpc"),
     (r"\btorch\.distributed\b", "torchestra.compat"),
+    (
+        r"\bfrom torch\.autograd\.profiler_legacy import profile\b",
+        "from torchestra.compat.profiler_legacy import profile",
+    ),
     (r"\btorch\.futures\.(collect_all|wait_all)\b", r"torchestra.compat.futures.\1"),
     (r"\btorch\.nn\.parallel\.distributed\b", "torchestra.nn.parallel.distributed"),
     (

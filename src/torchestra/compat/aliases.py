@@ -82,6 +82,10 @@ _BELOW_COMPAT: AliasTable = {
         "torchestra.optim": "ZeroRedundancyOptimizer",
         "torchestra.compat.reducing": "_broadcast_object",
     },
+    "profiler_legacy": {"torchestra.rpc.profiling": "profile"},
+    "rpc.server_process_global_profiler": {
+        "torchestra.rpc.profiling": "_server_process_global_profile=server_process_profile"
+    },
     "utils": {
         "torchestra.compat.reducing": "_sync_module_states _verify_param_shape_across_processes",
     },

@@ -18,6 +18,7 @@ __all__ = ["rename"]
 _RENAMED = {
     "torch.distributed": ("torchestra.compat", ""),
     "torch._C._distributed_c10d": ("torchestra.compat.distributed_c10d", ""),
+    "torch.autograd.profiler_legacy.profile": ("torchestra.compat.profiler_legacy", "profile"),
     "torch.futures.collect_all": ("torchestra.compat.futures", "collect_all"),
     "torch.futures.wait_all": ("torchestra.compat.futures", "wait_all"),
     "torch.nn.SyncBatchNorm": ("torchestra.nn", "SyncBatchNorm"),

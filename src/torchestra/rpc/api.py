@@ -14,7 +14,7 @@ from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.options import call_timeout
-from torchestra.rpc.profiling import profiler_is_on, recorded
+from torchestra.rpc.profiling import is_recorded, profiled_call, profiler_is_on, recorded
 from torchestra.rpc.rref import RRef, remote_call
 from torchestra.rpc.thread_state import calling_scope, thread_state
 from torchestra.rpc.worker_info import WorkerInfo
@@ -72,9 +72,9 @@ def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float 
         number = agent.number_of(to)
     timeout_s = UNSET_RPC_TIMEOUT if timeout is UNSET_RPC_TIMEOUT else call_timeout(timeout, f"rpc_{mode}")
     scope = None if thread_state.scope is None else calling_scope()
-    if profiler_is_on():
-        call = partial(agent.call, number, func, args, kwargs, timeout=timeout_s, scope=scope)
-        return recorded(mode, func, agent.info, agent.workers[number], call)
+    if profiler_is_on() and is_recorded():
+        call = partial(profiled_call, agent, number, timeout=timeout_s, scope=scope, label=func)
+        return recorded(mode, func, agent.info, agent.workers.known(number), args, kwargs, call)
     waits = mode == "sync"
     return agent.call(number, func, args, kwargs, timeout=timeout_s, scope=scope, waits=waits)
 
@@ -93,10 +93,18 @@ def remote(
     agent = current_agent()
     arguments = _checked(func, args, kwargs, "remote")
     number = agent.number_of(to)
-    rref = remote_call(agent, number, func, arguments, kwargs, call_timeout(timeout, "remote"))
-    if profiler_is_on():
-        recorded("remote", func, agent.info, agent.workers[number], rref._get_future)
-    return rref
+    timeout_s = call_timeout(timeout, "remote")
+    if not (profiler_is_on() and is_recorded()):
+        return remote_call(agent, number, func, arguments, kwargs, timeout_s)
+    made: list[RRef] = []
+
+    def call(function: Any, args: Any, kwargs: Any, answered: Any = None) -> Future[Any]:
+        made.append(remote_call(agent, number, function, args, kwargs, timeout_s, answered, label=func))
+        return made[0]._profiled or made[0]._get_future()
+
+    future = recorded("remote", func, agent.info, agent.workers.known(number), arguments, kwargs, call)
+    made[0]._set_profiling_future(future)
+    return made[0]
 
 
 @checked

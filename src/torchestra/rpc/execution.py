@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,12 +12,11 @@ import torch
 from torch.futures import Future
 
 from torchestra.engine import layout as at
-from torchestra.errors import RpcError
 from torchestra.rpc import plain, remote_errors, rref_context
 from torchestra.rpc.call_scope import CallScope
 from torchestra.rpc.calls import PendingCall
 from torchestra.rpc.executed_calls import CallCounts
-from torchestra.rpc.functions import MARK
+from torchestra.rpc.functions import MARK, refuse_other_than_future
 from torchestra.rpc.headers import IncomingHeader, OutgoingHeader
 from torchestra.rpc.messages import (
     ANSWER,
@@ -30,6 +30,7 @@ from torchestra.rpc.messages import (
     encode,
 )
 from torchestra.rpc.package_functions import TAKES_AGENT
+from torchestra.rpc.profiling import ProfiledResult, run_for_server_profiles, server_profiles
 from torchestra.rpc.router import Endpoint, Router
 from torchestra.rpc.rref_state import OwnerRRef
 from torchestra.rpc.shared_buffers import SharedBufferPool
@@ -93,14 +94,13 @@ class CallExecutor:
             if getattr(function, TAKES_AGENT, None) is True:
                 args = (agent, *args)
             began = _now()
-            result = function(*args, **kwargs) if kwargs else function(*args)
+            if server_profiles:
+                result = run_for_server_profiles(function, args, kwargs)
+            else:
+                result = function(*args, **kwargs) if kwargs else function(*args)
             self.executed.note(source, function, _now() - began)
             if hasattr(function, MARK):
-                if not isinstance(result, torch._C.Future):
-                    raise RpcError(
-                        "Functions decorated with @rpc.async_function must return a torch.futures.Future"
-                        f" object, but got {type(result)}"
-                    )
+                refuse_other_than_future(result)
                 result.then(partial(self._answer_later, source, call_id, owned, scope))
                 return
         except BaseException as error:
@@ -129,8 +129,7 @@ class CallExecutor:
     ) -> None:
         agent, result = self._agent, outcome.pop()
         if owned is not None:
-            owned.set(result)
-            result = None
+            result = _leave_value(owned, result)
         encoded, kind = plain.encode_value(result), PLAIN_ANSWER
         if encoded is None:
             buffers, header = agent.router.buffers_to(source), None
@@ -182,6 +181,15 @@ class CallExecutor:
         if owned is not None:
             owned.fail(error)
         agent.send(source, FAILURE, call_id, encode(described))
+
+
+def _leave_value(owned: OwnerRRef, result: Any) -> ProfiledResult | None:
+    """Keep a result here, at its owner; return what the caller gets."""
+    if type(result) is not ProfiledResult:
+        owned.set(result)
+        return None
+    owned.set(result.value)
+    return replace(result, value=None)
 
 
 def _write_present(agent: Worker) -> None:

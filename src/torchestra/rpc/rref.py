@@ -19,7 +19,7 @@ from torchestra.rpc.current import agent_or_none
 from torchestra.rpc.functions import MARK, async_execution
 from torchestra.rpc.options import call_timeout
 from torchestra.rpc.package_functions import takes_agent
-from torchestra.rpc.profiling import profiler_is_on, recorded
+from torchestra.rpc.profiling import is_recorded, profiled_call, profiler_is_on, recorded
 from torchestra.rpc.rref_context import fetch
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef, id_text
 from torchestra.rpc.thread_state import calling_scope
@@ -42,10 +42,11 @@ class RRef:
         RpcError: ``init_rpc`` has not been called.
     """
 
-    __slots__ = ("__weakref__", "_agent", "_state", "_type")
+    __slots__ = ("__weakref__", "_agent", "_profiled", "_state", "_type")
 
     def __init__(self, value: Any, type_hint: Any = None) -> None:
         self._type: Future[Any] | None = None
+        self._profiled: Future[Any] | None = None
         agent = agent_or_none()
         if agent is None:
             raise RpcError(
@@ -62,7 +63,7 @@ class RRef:
         rref._agent = agent
         if state is not None:
             rref._state = state
-        rref._type = None
+        rref._type = rref._profiled = None
         return rref
 
     def __del__(self) -> None:
@@ -186,11 +187,11 @@ class RRef:
             else:
                 self._check(state, "_get_type")
                 request = _rref_typeof_on_owner, (state.rref_id,)
-                call = partial(agent.call, state.owner, *request, timeout=timeout, keep=self)
+                call = partial(profiled_call, agent, state.owner, timeout=timeout, keep=self)
                 future = (
-                    recorded("async", request[0], agent.info, self.owner(), call)
-                    if profiler_is_on()
-                    else call()
+                    recorded("async", request[0], agent.info, self.owner(), request[1], None, call)
+                    if profiler_is_on() and is_recorded()
+                    else call(*request)
                 )
             self._type = future
         if not blocking:
@@ -210,6 +211,16 @@ class RRef:
         if state.created is None:
             raise RemoteReferenceError("only the RRef that remote() returned knows when its value is there")
         return state.created
+
+    def _get_profiling_future(self) -> Future[Any]:
+        """Return a future that is done when a profiler that was on at ``remote()`` has recorded the call."""
+        if self._profiled is None:
+            raise RpcError("Profiling future has not been set: no profiler was on when remote() was called")
+        return self._profiled
+
+    def _set_profiling_future(self, future: Future[Any]) -> None:
+        """Set what :meth:`_get_profiling_future` returns."""
+        self._profiled = future
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, which must be a tensor with one element, on its owner.
@@ -277,10 +288,14 @@ class RRefProxy:
             return remote_call(
                 agent, owner, call_method, to_call, None, self._timeout, keep=rref, label=label
             )
-        scope = calling_scope()
-        future = agent.call(
-            owner, call_method, to_call, timeout=self._timeout, keep=rref, scope=scope, label=label
+        call = partial(
+            profiled_call, agent, owner, timeout=self._timeout, keep=rref, scope=calling_scope(), label=label
         )
+        if profiler_is_on() and is_recorded():
+            mode = self._mode.removeprefix("rpc_")
+            future = recorded(mode, call_method, agent.info, rref.owner(), to_call, None, call)
+        else:
+            future = call(call_method, to_call)
         try:
             return future if self._mode == "rpc_async" else future.wait()
         finally:
@@ -397,15 +412,22 @@ def remote_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     timeout: float,
+    answered: Callable[[Future[Any]], Any] | None = None,
     **options: Any,
 ) -> RRef:
-    """Call a function and leave the result where it is; return a reference to it."""
+    """Call a function and leave the result where it is; return a reference to it.
+
+    Args:
+        answered: is called with the future of the call's answer, before anybody else hears of it.
+    """
     rrefs = agent.rrefs
     call = partial(agent.call, to, function, args, kwargs, timeout=timeout, scope=calling_scope(), **options)
     if to == agent.number:
         owned = rrefs.own_later()
         rref = RRef._of(agent, owned)
-        call(creates=(owned.rref_id, None)).add_done_callback(partial(_give_up_late, owned))
+        future = call(creates=(owned.rref_id, None))
+        future.add_done_callback(partial(_give_up_late, owned))
+        rref._profiled = None if answered is None else future.then(answered)
         return rref
     user = UserRRef(rrefs.new_id(), rrefs.new_id(), to, False)
     rref = RRef._of(agent, user)
@@ -418,9 +440,12 @@ def remote_call(
     # Done after what follows from the answer: whoever waits for it finds the reference as it is then.
     created = user.created = Future()
 
-    def answered(future: Future[Any]) -> None:
+    def settle(future: Future[Any]) -> None:
         try:
-            future.value()
+            if answered is None:
+                future.value()
+            else:
+                answered(future)
         except Exception as error:
             rrefs.mark_unlisted(user, _too_late(error) if isinstance(error, RpcTimeoutError) else error)
             fail_future(created, error)
@@ -428,5 +453,5 @@ def remote_call(
             rrefs.confirm(user)
             created.set_result(None)
 
-    future.add_done_callback(answered)
+    future.add_done_callback(settle)
     return rref

@@ -19,6 +19,7 @@ from torchestra.rpc.constants import DEFAULT_INIT_METHOD as _DEFAULT_INIT_METHOD
 from torchestra.rpc.constants import DEFAULT_NUM_WORKER_THREADS as _DEFAULT_NUM_WORKER_THREADS
 from torchestra.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC_TIMEOUT_SEC
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
+from torchestra.rpc.profiling import server_process_profile as _server_process_global_profile
 from torchestra.store import Store
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "_get_debug_info",
     "_init_rpc_backend",
     "_rref_context_get_debug_info",
+    "_server_process_global_profile",
     "_set_rpc_timeout",
     "api",
     "backend_registry",

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
+import torch
+from torch._C._profiler import ActiveProfilerType
 from torch.futures import Future
 
 from torchestra import rpc
@@ -26,6 +28,7 @@ from torchestra.rpc import (
     get_worker_info,
 )
 from torchestra.rpc.current import agent_or_none, current_agent
+from torchestra.rpc.profiling import profiler_is_on, unrecorded
 
 __all__ = [
     "PyRRef",
@@ -62,6 +65,7 @@ _log = logging.getLogger(__name__)
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
+_as_ever: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 PyRRef = RRef
 
 
@@ -76,18 +80,27 @@ def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     return _run_pickled, _default_pickler.serialize(udf), None
 
 
+def _in_legacy_profiles_only() -> contextlib.AbstractContextManager[None]:
+    """Make calls no ranges of torch.profiler, as torch's own are none."""
+    if not profiler_is_on() or torch._C._autograd._profiler_type() == ActiveProfilerType.LEGACY:
+        return _as_ever
+    return unrecorded()
+
+
 def rpc_sync(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
     """Call :func:`torchestra.rpc.rpc_sync`."""
-    return rpc.rpc_sync(to, *_packed(func, args, kwargs), timeout=timeout)
+    with _in_legacy_profiles_only():
+        return rpc.rpc_sync(to, *_packed(func, args, kwargs), timeout=timeout)
 
 
 def rpc_async(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[Any]:
     """Call :func:`torchestra.rpc.rpc_async`; ``_wait_all`` waits for it."""
-    future = rpc.rpc_async(to, *_packed(func, args, kwargs), timeout=timeout)
+    with _in_legacy_profiles_only():
+        future = rpc.rpc_async(to, *_packed(func, args, kwargs), timeout=timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -97,7 +110,8 @@ def remote(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef:
     """Call :func:`torchestra.rpc.remote`."""
-    return rpc.remote(to, *_packed(func, args, kwargs), timeout=timeout)
+    with _in_legacy_profiles_only():
+        return rpc.remote(to, *_packed(func, args, kwargs), timeout=timeout)
 
 
 @contextlib.contextmanager
