@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import _pytest
 import pluggy
 import pytest
+import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.program import describe_programs
@@ -391,6 +392,17 @@ def test_lines_of_torchestra_and_of_libraries_are_passed_over(path: str, is_the_
     place = path.format(package=package, stdlib=stdlib, **runners)
     found = call_from(place, call_site)
     assert found.startswith(f"{place}:2 in calling" if is_the_programs else f"{__file__}:")
+
+
+def test_of_a_thread_that_torch_has_started_the_call_site_is_torchs_line() -> None:
+    place = f"{Path(torch.__file__).parent}/distributed/checkpoint/saving.py"
+    found: list[str] = []
+    scope: dict[str, object] = {"call_site": call_site, "found": found}
+    exec(compile("def saving():\n    found.append(call_site())", place, "exec"), scope)
+    thread = threading.Thread(target=scope["saving"])  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+    assert found == [f"{place}:2 in saving"]
 
 
 class Held:

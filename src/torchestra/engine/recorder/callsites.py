@@ -47,7 +47,7 @@ _NOT_THE_USERS = (
     *_installed(_TEST_RUNNERS),
     "<frozen ",
 )
-_TORCHESTRA = _NOT_THE_USERS[0]
+_TORCHESTRA, _TORCH, _, _LIBRARY = _NOT_THE_USERS[: len(_FOLDERS)]
 
 
 def is_of_the_program(frame: FrameType) -> bool:
@@ -68,6 +68,8 @@ def is_line_of_the_program(file: str) -> bool:
 def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
     """Return ``file:line in function`` of a thread; of one that is in no line of the program, that it is not.
 
+    Of a thread that torch has started in Python, such as one that saves a checkpoint, it is torch's line.
+
     Args:
         thread: its identifier; default: the calling one.
         otherwise: the thread to report on if that one is torchestra's own, without a line of the program.
@@ -75,9 +77,14 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
     # Not the frame of this function, which would keep itself alive, and with it all that its callers hold.
     own = thread is None or thread == threading.get_ident()
     frame: FrameType | None = sys._getframe(1) if own else current_frames().get(thread or 0)
-    innermost = frame
+    innermost = outermost = frame
+    started_by: FrameType | None = None
     while frame is not None and not is_of_the_program(frame):
-        frame = frame.f_back
+        if not _is_of_the_library(frame):
+            started_by = frame
+        outermost, frame = frame, frame.f_back
+    if frame is None and _is_torchs_own_thread(outermost, started_by):
+        frame = started_by
     if frame is None and otherwise not in (None, thread or threading.get_ident()):
         return call_site(otherwise)
     frame = frame or innermost
@@ -86,3 +93,24 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
     if is_of_torchestra(frame):
         return f"no line of the program, but in torchestra's {frame.f_code.co_name}()"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_torchs_own_thread(outermost: FrameType | None, started_by: FrameType | None) -> bool:
+    """Return whether torch's Python code has started a thread: not C++, as for backward, and not torchestra.
+
+    Args:
+        outermost: the first frame of the thread.
+        started_by: the first one that is not of the standard library.
+    """
+    return (
+        outermost is not None
+        and started_by is not None
+        and _is_of_the_library(outermost)
+        and started_by.f_code.co_filename.startswith(_TORCH)
+    )
+
+
+def _is_of_the_library(frame: FrameType) -> bool:
+    """Return whether a frame is of Python's library, in whose folder torch may be installed."""
+    file = frame.f_code.co_filename
+    return file.startswith(_LIBRARY) and not file.startswith((_TORCH, _TORCHESTRA))
