@@ -160,12 +160,15 @@ def _lower_wait(tensor: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    known = len(V.graph.operations)
+    graph: Any = V.graph
+    known = len(graph.operations)
     ir._WaitKernel.create_wait(torch.ops.torchestra.wait_tensor.default, tensor)
-    for message in getattr(V.graph, "effectful_ops", {}).values():
-        made: list[Any] = V.graph.operations[known:]
-        for operation in made:
-            V.graph.additional_star_deps[operation.get_name()].add(message.get_name())
+    for message in getattr(graph, "effectful_ops", {}).values():
+        # torch 2.15 keeps what only orders operations apart from what they read.
+        apart = not hasattr(graph, "additional_star_deps")
+        after = graph.additional_buffer_deps if apart else graph.additional_star_deps
+        for operation in graph.operations[known:]:
+            after[operation.get_name()].add(message.get_name())
     return tensor
 
 
