@@ -146,13 +146,44 @@ def test_inputs_are_checked_for_nan_where_the_environment_asks_for_it(backend: s
 
 def ask_for_what_is_not_served() -> None:
     group: Any = dist.group.WORLD
-    assert not group.supports_window
     assert not group.supports_abort_hooks
-    calls: list[Any] = [lambda: group.new_window(torch.ones(2)), lambda: group.register_abort_hook(1, print)]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="torchestra does not support"):
-            call()
+    with pytest.raises(RuntimeError, match="torchestra does not support"):
+        group.register_abort_hook(1, print)
 
 
-def test_windows_and_abort_hooks_are_refused() -> None:
+def test_abort_hooks_are_refused() -> None:
     torch_worlds.run(1, ask_for_what_is_not_served)
+
+
+def put_into_the_next(functions: bool) -> None:
+    group: Any = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.zeros(size)
+    if functions:  # of torch 2.14 and later
+        support: Any = dist
+        assert support._supports_window()
+        window = support._new_window(mine)
+        assert isinstance(window, c10d.Window)  # type: ignore[attr-defined]
+        assert window.get_attr(0).access_type.name == "UNIFIED"
+        with pytest.raises(RuntimeError):
+            window.get_attr(size)
+    else:
+        assert group.supports_window
+        window = group.new_window()
+        window.tensor_register(mine)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    work = window.put(torch.tensor([rank + 1.0]), after, rank, True)
+    assert work.is_completed()
+    assert work.wait()
+    window.signal(after, False)
+    pending = window.wait_signal(before, True)
+    assert pending.wait()
+    assert mine[before] == before + 1
+    assert window.map_remote_tensor(after)[rank] == rank + 1
+    window.tensor_deregister()
+    with pytest.raises(RuntimeError, match="no tensor is registered"):
+        window.put(torch.ones(1), after, 0, False)
+
+
+def test_ranks_write_into_windows_of_each_other() -> None:
+    torch_worlds.run(2, put_into_the_next, hasattr(dist, "_new_window"))

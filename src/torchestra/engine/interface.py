@@ -19,6 +19,7 @@ import torch
 
 from torchestra.engine.entry_layout import State
 from torchestra.engine.operations import Collective
+from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -175,6 +176,14 @@ class Engine(Protocol):
         None if this rank cannot address it.
         """
         return None
+
+    def shared(self, rank: int, offset: int, length: int) -> torch.Tensor:
+        """Return bytes of the memory that a rank's :meth:`empty` gives out.
+
+        Raises:
+            InvalidArgumentError: they are not there, or this rank cannot address them.
+        """
+        raise InvalidArgumentError(f"rank {rank} has no memory that this rank can address")
 
     def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
         """Reduce tensors of this rank, in the same order and with the same rounding as those of several."""

@@ -27,6 +27,7 @@ from torchestra.engine.kernels.reductions import combine, reduction, scale, supp
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.message_waiter import MessageWaiter
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.memory.heap import bytes_of_heap
 from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
@@ -431,8 +432,10 @@ class LocalEngine(Engine):
         return self.context.heap.offset_of(address) != at.NOT_SHARED
 
     def heap_of(self, rank: int) -> int | None:
-        arena = self.context.arena
-        return int(arena.heaps.ctypes.data) + rank * arena.layout.heap_bytes
+        return bytes_of_heap(self.context.arena, rank, 0, 1).data_ptr()
+
+    def shared(self, rank: int, offset: int, length: int) -> torch.Tensor:
+        return bytes_of_heap(self.context.arena, rank, offset, length)
 
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)

@@ -195,3 +195,15 @@ def find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
     """Tell the kernels, one of which may be running, where the heaps are, and then how long."""
     shared_words.store_ordered(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
     shared_words.store_ordered(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
+
+
+def bytes_of_heap(arena: Arena, rank: int, offset: int, length: int) -> torch.Tensor:
+    """Return bytes of a rank's heap, whoever has allocated them.
+
+    Raises:
+        InvalidArgumentError: they do not lie in it.
+    """
+    if not 0 <= offset <= offset + length <= arena.layout.heap_bytes:
+        raise InvalidArgumentError(f"the memory is not what rank {rank} shares with the group")
+    start = rank * arena.layout.heap_bytes + offset
+    return torch.frombuffer(arena.heaps[start : start + max(1, length)], dtype=torch.uint8)[:length]

@@ -121,6 +121,11 @@ class MultiHostEngine(Engine):
             return None
         return self.hierarchy.local.heap_of(hosts.local_rank_of[rank])
 
+    def shared(self, rank: int, offset: int, length: int) -> torch.Tensor:
+        if self.heap_of(rank) is None:
+            return super().shared(rank, offset, length)
+        return self.hierarchy.local.shared(self.hierarchy.hosts.local_rank_of[rank], offset, length)
+
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
 

@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as c10d_python
 
 from torchestra.arguments.options import GroupOptions
+from torchestra.collectives.windows import supports_windows
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.host_staging import POSSIBLE
 from torchestra.errors import DistBackendError, DistError, InvalidArgumentError
@@ -25,6 +26,7 @@ from torchestra.interop.torch_distributed.hooks import Hook, OperationHooks
 from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
 from torchestra.interop.torch_distributed.rendezvous import rendezvous, without_peers
+from torchestra.interop.torch_distributed.windows import TorchestraWindow
 from torchestra.interop.torch_distributed.works import TorchestraWork
 from torchestra.process_group import ProcessGroup
 from torchestra.system.untraced import untraced
@@ -57,7 +59,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = True
-    supports_window = supports_abort_hooks = False  # asked since torch 2.14
+    supports_abort_hooks = False  # asked since torch 2.14
 
     def __init__(self, inner: ProcessGroup, store: c10d.Store, backend_options: Any = None) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -219,9 +221,14 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         """Refuse, as Gloo does."""
         self._refuse("unregister_abort_hook")
 
-    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
-        """Refuse, as Gloo does."""
-        self._refuse("new_window")
+    @property
+    def supports_window(self) -> bool:
+        """Return whether all ranks are on one host, where they share memory; asked since torch 2.14."""
+        return supports_windows(self.inner)
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> TorchestraWindow:
+        """Make a window on one tensor of each rank, by which the others can write and read it."""
+        return TorchestraWindow(self.inner, tensor)
 
     # -- devices
 
