@@ -8,15 +8,21 @@ from unittest import mock
 import pytest
 
 from verification.simulation import __main__ as command
-from verification.simulation import groups, messages, rpc, subjects
+from verification.simulation import groups, launching, launching_mutations, messages, rpc, subjects
 from verification.simulation.faults import Fault
 from verification.simulation.groups import GroupsWorld
+from verification.simulation.launching import LaunchingWorld
 from verification.simulation.messages import MessagesWorld
 from verification.simulation.mutations import MUTATIONS
 from verification.simulation.rpc import RpcWorld
 from verification.simulation.subjects import SUBJECTS, worlds
 
-_REPLAYED = ((GroupsWorld, groups.plan(3)), (MessagesWorld, messages.plan(1)), (RpcWorld, rpc.plan(42)))
+_REPLAYED = (
+    (GroupsWorld, groups.plan(3)),
+    (MessagesWorld, messages.plan(1)),
+    (RpcWorld, rpc.plan(42)),
+    (LaunchingWorld, launching.plan(4)),
+)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -26,6 +32,15 @@ def test_a_broken_protocol_is_found_out(name: str) -> None:
     with worlds():
         mutation.world(mutation.plan).go()
         gc.collect()
+        assert mutation.is_found()
+
+
+@pytest.mark.parametrize("name", launching_mutations.MUTATIONS)
+def test_broken_launchers_are_found_out(name: str) -> None:
+    """The last is a defect that there was."""
+    mutation = launching_mutations.MUTATIONS[name]
+    with worlds():
+        assert mutation.failure(0) == ""
         assert mutation.is_found()
 
 

@@ -91,19 +91,21 @@ class SimulatedSelect:
 
 
 class SimulatedSelector:
-    """A ``selectors.DefaultSelector``."""
+    """A ``selectors.DefaultSelector``, of sockets and descriptors."""
 
     def __init__(self) -> None:
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, source: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        key = self._keys[source] = selectors.SelectorKey(source, source.fileno(), events, data)
+        number = source if isinstance(source, int) else source.fileno()
+        polled = Machine.descriptors[source] if isinstance(source, int) else source
+        key = self._keys[polled] = selectors.SelectorKey(source, number, events, data)
         return key
 
     modify = register
 
     def unregister(self, source: Any) -> selectors.SelectorKey:
-        return self._keys.pop(source)
+        return self._keys.pop(Machine.descriptors[source] if isinstance(source, int) else source)
 
     def get_map(self) -> dict[Any, selectors.SelectorKey]:
         return self._keys

@@ -23,13 +23,25 @@ from unittest import mock
 
 import zmq
 
-from torchestra import autograd, engine, process_group, rendezvous, rpc, store, system, transport, world
+from torchestra import (
+    autograd,
+    engine,
+    launcher,
+    process_group,
+    rendezvous,
+    rpc,
+    store,
+    system,
+    transport,
+    world,
+)
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership import joining, rank_context, shrinking
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.curve_bridge import _Transfer
 from torchestra.engine.multihost.record_publisher import RecordPublisher
 from torchestra.rpc import calls, departing, router, starting, termination
+from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.peer import Peer
 from torchestra.transport import event_loop, pair
@@ -55,7 +67,7 @@ SECRETS = SeededSecrets()
 _REAL = tuple(f"torchestra.engine.{name}" for name in ("memory", "native", "recorder", "diagnosis"))
 """Whatever maps, compiles, records or looks at stacks: it neither waits nor decides."""
 
-_PACKAGES = (autograd, engine, process_group, rendezvous, rpc, store, system, transport, world)
+_PACKAGES = (autograd, engine, launcher, process_group, rendezvous, rpc, store, system, transport, world)
 
 _POLLS = (0.0005, 0.005, 0.05)
 
@@ -116,7 +128,7 @@ def _hash_by_number(each: Any) -> int:
     return NUMBERED.hash_of(each)
 
 
-_IN_SETS = (PairConnection, Peer, Connection, _Transfer)
+_IN_SETS = (PairConnection, Peer, Connection, SessionPool, _Transfer)
 
 
 def _modules() -> list[ModuleType]:

@@ -131,13 +131,13 @@ class Scheduler:
 
     # -- processes
 
-    def crash(self, process: Process) -> None:
+    def crash(self, process: Process, how: str = "crashes") -> None:
         """End a process at once; none of its code runs any more."""
         if process.has_crashed:
             return
         process.has_crashed = True
         self._living.clear()
-        self.note(f"{process.name} crashes")
+        self.note(f"{process.name} {how}")
         self._ready = [task for task in self._ready if task.process is not process]
         process.held.clear()
         for task in self.tasks:

@@ -106,6 +106,10 @@ class SimulatedSocket(Source):
     def fileno(self) -> int:
         return -1 if self._is_closed else self._number
 
+    def detach(self) -> int:
+        """Return the descriptor, of which another object is to be made."""
+        return self._number
+
     def is_readable(self) -> bool:
         return bool(self._came or self._has_ended or self._error or self._backlog)
 
@@ -122,7 +126,8 @@ class SimulatedSocket(Source):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
     def listen(self, backlog: int = 0) -> None:
-        self._backlog = []
+        if self._backlog is None:
+            self._backlog = []
         self._network.bound[self._name] = self
 
     def accept(self) -> tuple[SimulatedSocket, tuple[str, int]]:
@@ -341,7 +346,9 @@ class SimulatedSockets:
         return getattr(socket, name)
 
     def socket(self, *arguments: Any, **named: Any) -> Any:
-        return socket.socket(*arguments, **named) if active() is None else SimulatedSocket(*arguments)
+        if active() is None:
+            return socket.socket(*arguments, **named)
+        return Machine.descriptors[named["fileno"]] if "fileno" in named else SimulatedSocket(*arguments)
 
     def create_connection(self, where: tuple[str, int], timeout: float) -> Any:
         """Find out whether somebody listens; nothing is ever sent there."""
@@ -402,6 +409,25 @@ class SimulatedOS:
             return os.eventfd_read(number)
         count, source.count = source.count, 0
         return count
+
+    def pipe(self) -> tuple[int, int]:
+        if active() is None:
+            return os.pipe()
+        read_end, write_end = _Pair(), _Pair()
+        write_end.other = read_end
+        return read_end.fileno(), write_end.fileno()
+
+    def set_blocking(self, number: int, blocking: bool) -> None:
+        if number < _FIRST_DESCRIPTOR:
+            os.set_blocking(number, blocking)
+
+    def read(self, number: int, size: int) -> bytes:
+        source = Machine.descriptors.get(number)
+        return source.recv(size) if isinstance(source, _Pair) else os.read(number, size)
+
+    def write(self, number: int, data: bytes) -> int:
+        source = Machine.descriptors.get(number)
+        return source.send(data) if isinstance(source, _Pair) else os.write(number, data)
 
     def close(self, number: int) -> None:
         if number < _FIRST_DESCRIPTOR:

@@ -382,6 +382,9 @@ class SimulatedTime:
         assert run.current is not None
         return run.current.process.wall_clock(run.now)
 
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
     def sleep(self, seconds: float) -> None:
         run = active()
         if run is None:

@@ -47,6 +47,10 @@ class Plan:
         """Return the same with other faults."""
         return Plan(self.seed, self.hosts, self.preemption, self.quality, faults, self.most_turns)
 
+    def with_seed(self, seed: object) -> Plan:
+        """Return the same with another order of events."""
+        return Plan(seed, self.hosts, self.preemption, self.quality, self.faults, self.most_turns)
+
     def __str__(self) -> str:
         lines = [f"ranks on machines {list(self.hosts)}, {self.quality}, preemption {self.preemption}"]
         return "\n  ".join([*lines, *map(str, self.faults)])

@@ -5,31 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
-from functools import partial
 
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.failure_report import conclude, remote_failure_line, survived_report
+from torchestra.launcher.failure_report import conclude
 from torchestra.launcher.flight_dumps import FlightDumps
 from torchestra.launcher.fork_backend import ForkBackend
 from torchestra.launcher.fork_server_client import ForkServerClient
-from torchestra.launcher.job import AFTER_FAILURE, Job
+from torchestra.launcher.job import Job
+from torchestra.launcher.node_course import prepare, tell_others
 from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.on_ray.options import add_ray_arguments, ray_arguments_given
-from torchestra.launcher.output import OutputSink, open_sinks
+from torchestra.launcher.output import open_sinks
 from torchestra.launcher.port_reservation import PortReservation
-from torchestra.launcher.replacements import PRELOADED, ElasticLimits, Replacements
-from torchestra.launcher.root_cause import FailedRank
+from torchestra.launcher.replacements import PRELOADED, ElasticLimits
 from torchestra.launcher.signals import ENDING, open_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
 from torchestra.system.switch import SERVED_BACKENDS, SWITCH_VARIABLE
 
 _NO_SUCH_FILE = 2
-_SETTLE_CONSEQUENCE_OF_NODES_S = 1.0  # the cause may be on another node, whose launcher tells of it
 
 _STORE_REPLICAS = 3
 """How many processes serve the store of an elastic job on one host: one may be lost at a time."""
@@ -284,17 +281,9 @@ def _run_ranks(
     sinks = open_sinks(sys.stdout, sys.stderr)
     changed = dict if nodes is None else nodes.store_variables
     job = Job(ForkBackend(server, ports, stdin.for_rank, changed), spec, sinks, max_failures)
-    if limits is not None:
-        _be_elastic(job, limits, nodes, sinks[1])
-        max_failures = 1 << 62 if limits.restarts is None else limits.restarts
     dumps = FlightDumps(spec.environment.get(RECORD_VARIABLE))
-    job.when_survived = partial(_survive, job, nodes, sinks[1], max_failures, dumps)
-    job.when_stopped = job.when_failing = lambda: dumps.hold(job.pids)
+    prepare(job, nodes, limits, max_failures, sinks[1], dumps)
     stdin.relay(job.loop)
-    if nodes is not None:
-        job.when_stopped = partial(_stopped, job, nodes, dumps)
-        job.consequence_settle_s = _SETTLE_CONSEQUENCE_OF_NODES_S
-        nodes.notify(partial(job.loop.call_soon_threadsafe, partial(_end_with_others, job, nodes)))
     received: list[int] = []
     try:
         code = run_job(job, received)
@@ -305,7 +294,7 @@ def _run_ranks(
         if nodes is not None:
             for signum in ENDING:  # the ranks are gone, and this may wait for hours
                 signal.signal(signum, signal.SIG_DFL)
-            _tell_others(job, nodes, received)
+            tell_others(job, nodes, received)
             nodes.close()
     return conclude(job, received, nodes.other if nodes is not None else None) if code is None else code
 
@@ -321,56 +310,3 @@ def _unneeded(nodes: Nodes) -> int:
     why = "" if nodes.other is None else f": node {nodes.other.node} failed: {nodes.other.why}"
     print(f"torchestra run: the job has ended without this host{why}", file=sys.stderr)
     return 0 if nodes.other is None else nodes.other.code
-
-
-def _be_elastic(job: Job, limits: ElasticLimits, nodes: Nodes | None, screen: OutputSink) -> None:
-    """Have ranks that die replaced."""
-    policy = Replacements(job, limits, screen.say)
-    job.policy = policy
-    if nodes is not None:
-        policy.when_changed = partial(setattr, nodes, "members")
-        nodes.when_ending = partial(job.loop.call_soon_threadsafe, policy.end)
-
-
-def _survive(
-    job: Job,
-    nodes: Nodes | None,
-    screen: OutputSink,
-    max_failures: int,
-    dumps: FlightDumps,
-    failed: FailedRank,
-) -> None:
-    """Report a failed rank that does not end the other ranks on this host."""
-    dumps.release()
-    screen.say(survived_report(job, failed))
-    if nodes is not None:
-        nodes.count_failure(failed, max_failures)
-
-
-def _end_with_others(job: Job, nodes: Nodes) -> None:
-    """End this node's ranks: another node has failed, or a rank here that exceeds the limit of all nodes."""
-    job.cause = job.cause or nodes.exceeding_failure
-    job.stop(AFTER_FAILURE)
-
-
-def _stopped(job: Job, nodes: Nodes, dumps: FlightDumps) -> None:
-    """Tell the other nodes of a failure before the ranks here are ended, which takes a while.
-
-    Ranks elsewhere have failed because of it too, and their launchers do not wait for long to hear why.
-    """
-    dumps.hold(job.pids)
-    if job.cause is not None and nodes.other is None:
-        why = remote_failure_line(job, job.cause, socket.gethostname())
-        nodes.report_failure_soon(job.cause.shell_code, why)
-
-
-def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
-    """Make the other nodes end if this one has failed or was ended."""
-    nodes.finish_asking()
-    job.cause = job.cause or nodes.exceeding_failure
-    if received:
-        name = signal.Signals(received[0]).name
-        nodes.report_failure(128 + received[0], f"ended by {name} on {socket.gethostname()}")
-    elif job.cause is not None and nodes.other is None:
-        why = remote_failure_line(job, job.cause, socket.gethostname())
-        nodes.report_failure(job.cause.shell_code, why)

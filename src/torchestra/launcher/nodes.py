@@ -55,6 +55,8 @@ from torchestra.system.deadline import RunningClock
 
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 2 * _SILENT_SECONDS
+"""How long a launcher waits for the store's answers once it has ranks: a lost host may have served it."""
 _NOTICE_AFTER_S = 5.0
 _LISTEN_SECONDS = 1.0
 _LONGEST_INTERVAL_S = 1.0
@@ -143,6 +145,7 @@ class Nodes:
         )
         self._port_for_torch = str(members[0]["port"])
         ranks = counts if least is not None else None
+        self._store.set_timeout(_LAST_WORDS_SECONDS)
         self._thread = threading.Thread(
             target=self._listen, args=(ranks,), name="torchestra-nodes", daemon=True
         )
