@@ -70,6 +70,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=2.0, help="used without --kills")
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument("--state-mb", type=float, default=0.0, help="of state beside the small model")
+    parser.add_argument("--model-mb", type=float, default=0.0, help="of further parameters of the model")
     parser.add_argument("--step-ms", type=float, default=20.0, help="the least time of a step")
     parser.add_argument("--optimizer", choices=("adam", "zero"), default="adam")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
@@ -411,7 +412,7 @@ def report(settings: argparse.Namespace, killer: Killer, times: Times, steps: in
     together = sum(1 for one, two in pairwise(killer.kills) if two.time - one.time < 0.01)
     joining = sum(kill.state == "joins" for kill in killer.kills)
     what = f"{len(killer.kills)} kills ({together} pairs at once, {joining} of ranks about to join)"
-    training = f"{settings.nproc} ranks, {steps} steps, {settings.state_mb:g} MB of state beside the model"
+    training = f"{settings.nproc} ranks, {steps} steps, {settings.state_mb:g} MB beside the model"
     lines = [
         f"{len(killer.store_kills)} kills of processes that serve the store",
         f"{what}, {restarts} replacements; {training}; seed {settings.seed}",
@@ -439,11 +440,11 @@ def _memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("torch")}
 
 
-def disturb(settings: argparse.Namespace, folder: Path, steps: int) -> tuple[Job, Killer, list[str]]:
+def disturb(settings: argparse.Namespace, folder: Path, trained: str) -> tuple[Job, Killer, list[str]]:
     """Run the training and kill its ranks; return what was wrong."""
     shared = _memory()
-    text = f"--steps {steps} --step-ms {settings.step_ms} --state-mb {settings.state_mb}"
-    arguments = f"{text} --optimizer {settings.optimizer} --replicas {_REPLICAS}".split()
+    text = f"{trained} --step-ms {settings.step_ms} --optimizer {settings.optimizer} --replicas {_REPLICAS}"
+    arguments = text.split()
     with ended(Job(folder / "disturbed", settings.nproc, *arguments, elastic=True)) as job:
         killer = Killer(job, settings)
         killer.run()
@@ -472,9 +473,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = int(settings.kills * settings.every / settings.step_ms * 1e3) + 50
     folder = Path(tempfile.mkdtemp(prefix="torchestra-chaos-"))
     try:
-        job, killer, problems = disturb(settings, folder, steps)
-        plain = ("--steps", str(steps), "--state-mb", str(settings.state_mb))
-        with ended(Job(folder / "undisturbed", 1, *plain, elastic=False)) as undisturbed:
+        trained = f"--steps {steps} --state-mb {settings.state_mb} --model-mb {settings.model_mb}"
+        job, killer, problems = disturb(settings, folder, trained)
+        with ended(Job(folder / "undisturbed", 1, *trained.split(), elastic=False)) as undisturbed:
             undisturbed.await_end()
         processes = job.processes()
         problems += check_steps(processes, undisturbed.processes(), steps)

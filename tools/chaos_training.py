@@ -38,6 +38,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("adam", "zero"), default="adam")
     parser.add_argument("--replicas", type=int, default=1, help="of a part of zero's state")
     parser.add_argument("--state-mb", type=float, default=0.0, help="of a tensor that is part of the state")
+    parser.add_argument("--model-mb", type=float, default=0.0, help="of further parameters, with adam")
     return parser.parse_args()
 
 
@@ -45,6 +46,22 @@ def network() -> nn.Module:
     """Return a network with dropout, so that random numbers count."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 8))
+
+
+class Ballast(nn.Module):
+    """Add parameters to a network that cost little to train, and change in each step."""
+
+    def __init__(self, model: nn.Module, megabytes: float) -> None:
+        super().__init__()
+        self.model = model
+        self.further = nn.ParameterList(torch.zeros(1 << 18) for _ in range(int(megabytes)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Let a sample of each further parameter count."""
+        outputs: torch.Tensor = self.model(inputs)
+        for each in self.further:
+            outputs = outputs + each[:: 1 << 12].sum() * inputs.mean()
+        return outputs
 
 
 class Pace:
@@ -127,7 +144,7 @@ def main() -> None:
     """Train, as every rank does."""
     settings = options()
     torch.set_num_threads(1)
-    model = network()
+    model = Ballast(network(), settings.model_mb) if settings.model_mb else network()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     padding = torch.zeros(int(settings.state_mb * 1e6 / 4))
     dist.init_process_group()  # last: from now on the others wait for a rank that joins
@@ -138,14 +155,19 @@ def main() -> None:
     log = Log(settings.folder / f"log-{name}", model)
     pace = Pace(settings.folder, settings.step_ms / 1e3, settings.steps)
     step = -1
-    update = updating(state, optimizer, padding, log)
+    # A large model reaches ranks that join bit by bit, unless there is an update of one's own.
+    update = None if settings.model_mb else updating(state, optimizer, padding, log)
     for shard in elastic.shards(state, settings.steps, SHARDS, seed=3, update=update):
         if shard.step != step:
+            if settings.model_mb and step >= 0:
+                log.updated(step)
             step = shard.step
             log.write()
             pace.keep(step)
         inputs = torch.randn(_SAMPLES, 32, generator=shard.generator)
         shard.backward(nn.functional.mse_loss(model(inputs), inputs[:, :8].sin()), _SAMPLES)
+    if settings.model_mb:
+        log.updated(step)
     log.write()
     final = digest(*model.parameters(), *moments(optimizer), padding)
     (settings.folder / f"final-{name}").write_text(final)

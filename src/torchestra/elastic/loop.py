@@ -6,13 +6,15 @@ of the state changes before a barrier after the sum, and then it changes at once
 other rank. So each rank is before or after an update, never within one; and if one is after it, all have the
 sum. (3) After a change of members those that are before an update which another has made, make it too. If
 none has made it, all still have what they computed in the step, and the shards of the lost are divided among
-them. (4) Ranks that join fetch the state (state.py). Of an optimizer whose state is divided between ranks the
+them. (4) Ranks that join fetch the state (state.py), a large one bit by bit while the others train
+(incremental.py). Of an optimizer whose state is divided between ranks the
 update is that of a rank's own part. The parameters are exchanged after it, and if that fails, once more after
 the change of members: each part has been updated by all that hold it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +23,15 @@ import torch
 
 from torchestra.collectives.functions import barrier
 from torchestra.elastic.fetching import gathered
+from torchestra.elastic.incremental import IncrementalTransfer
 from torchestra.elastic.membership import Members
 from torchestra.elastic.randomness import epoch_order, seed_all
 from torchestra.elastic.shard import Shard
 from torchestra.elastic.shard_sum import ShardSum
 from torchestra.elastic.shard_tree import assign
 from torchestra.elastic.state import State, Synced
-from torchestra.errors import GroupAbortedError, InvalidArgumentError, RankExcludedError, shown
+from torchestra.elastic.units import Units
+from torchestra.errors import DistError, GroupAbortedError, InvalidArgumentError, RankExcludedError, shown
 from torchestra.process_group import ProcessGroup
 from torchestra.system import phases
 
@@ -70,13 +74,14 @@ def shards(
     """
     _check(state, steps, shards, minimum)
     loop = _Loop(state, steps, shards, seed, update or functools.partial(_update, state), minimum)
-    state.loop = loop
+    state.loop, state.trains = loop, False
+    state.units = Units.of(state.parts) if update is None else None
     try:
         yield from loop.run()
     finally:
         if state.loop is loop:
-            loop.sum.rewind()
-            state.loop = None
+            loop.leave()
+            state.loop, state.units = None, None
 
 
 class _Loop:
@@ -96,6 +101,7 @@ class _Loop:
         buffers = [each for module in state.modules for each in module.buffers()]
         self.sum = ShardSum(_trained(state), buffers, shards)
         self._members = Members()
+        self._transfer = IncrementalTransfer(state)
         self._order = functools.lru_cache(maxsize=2)(functools.partial(epoch_order, seed))
         self._todo: list[int] | None = None  # None: the members have changed, or are new
         self._changed = True  # since the last step
@@ -113,8 +119,10 @@ class _Loop:
                     self._members.wait_for(self.minimum)
                     self._sync()
                 if self.state.step >= self.steps:
+                    self._transfer.complete(self.group)
                     barrier(group=self.group)  # so that nobody leaves while another might need its state
                     return
+                self._transfer.begin(self.group)
                 while self._todo:
                     shard = self._shard(self._todo[0])
                     yield shard
@@ -125,13 +133,21 @@ class _Loop:
             except GroupAbortedError as error:
                 self._recover(error)
 
+    def leave(self) -> None:
+        """End in the middle of a step, with the state as before it."""
+        with contextlib.suppress(DistError):
+            self._transfer.finish()
+        self.sum.rewind()
+
     def _shard(self, index: int) -> Shard:
         key = seed_all(self.seed, self.state.step, index)
         self.sum.clear_gradients()
         return Shard(self.state.step, index, self.shards, key, self._order)
 
     def _finish_step(self) -> None:
-        self.sum.reduce(self.group)
+        self._transfer.finish()
+        admission = self.group.admission
+        self.sum.reduce(self.group, 0 if admission is None else admission.seen())
         barrier(group=self.group)  # when a rank has passed it, all have the sum
         self._make_update()
         self.state.exchange()
@@ -139,23 +155,29 @@ class _Loop:
             self._changed = False
             phases.report("trains")
         self.state.save_when_due(self.group)
+        if self._transfer.settle(self.group):
+            self.sum.begin_step()
         self._todo = self._shares([frozenset()] * self.group.size())
 
     def _make_update(self) -> None:
         seed_all(self.seed, self.state.step, self.shards)
         self.sum.install()
+        self._transfer.clear_gradients()
         with self.state.local_updates():
             self.update()
         self.state.advance(self.sum.loss)
         self.sum.begin_step()
 
     def _shares(self, done: list[frozenset[int]]) -> list[int]:
-        return assign(done, self.shards)[self.group.rank()]
+        able = [rank for rank in range(self.group.size()) if rank not in self.state.filling]
+        if self.group.rank() not in able:
+            return []
+        return assign([done[rank] for rank in able], self.shards)[able.index(self.group.rank())]
 
     # -- changes of members
 
     def _admit(self) -> None:
-        if self.state.step < self.steps and self.group.pending_joiners():
+        if self.state.step < self.steps and self.sum.joiners:
             began = time.perf_counter()
             self._members.grow()
             self._resume(began, "")
@@ -193,6 +215,8 @@ class _Loop:
         if any(self._made_update(told) for told in gathered(self.group, self.state.newest_step)):
             self._make_update()
         synced = self.state.sync(self.group)
+        self.state.trains = True
+        self._transfer.reset()
         self.sum.use(self.group)
         if self.state.step != step or self.group.rank() in synced.behind or not self.sum.done:
             self.sum.begin_step()

@@ -41,6 +41,7 @@ class ShardSum:
     Attributes:
         tree: of the shards.
         loss: after :meth:`reduce`, the mean loss of the step's samples.
+        joiners: after it, what rank 0 has said there.
         reduced: whether the step's sum over all shards is complete, and :meth:`install` may be called.
     """
 
@@ -49,6 +50,7 @@ class ShardSum:
     ) -> None:
         self.tree = ShardTree(shards)
         self.loss = 0.0
+        self.joiners = 0
         self.reduced = False
         self._parameters = parameters
         self._floating = [each for each in buffers if each.is_floating_point() or each.is_complex()]
@@ -136,16 +138,20 @@ class ShardSum:
             pool.give_back(buffer)
 
     @torch.no_grad()
-    def reduce(self, group: ProcessGroup) -> None:
+    def reduce(self, group: ProcessGroup, joiners: int = 0) -> None:
         """Sum over all shards, and average; every rank calls this when it has added its own.
 
         Nothing of the modules changes before :meth:`install`: if this raises, ranks can go on in a new group
         (:meth:`use`).
 
+        Args:
+            group: of all ranks.
+            joiners: how many ranks wait to be let in; what rank 0 says is told to all.
+
         Raises:
             NotReadyError: no shard of the step had any samples; raised on every rank.
         """
-        results = self._own.exchange(group)
+        results = self._own.exchange(group, joiners)
         covers = [self.tree.cover(each) for each in results.done]
         if results.samples <= 0:
             raise NotReadyError(
@@ -158,7 +164,7 @@ class ShardSum:
             for index, pool in enumerate(self._pools)
         ]
         self._results = results
-        self.loss = results.loss
+        self.loss, self.joiners = results.loss, results.joiners
         self.reduced = True
 
     def _total(
@@ -239,6 +245,7 @@ class _StepResults:
         samples, loss: of all shards; the mean loss.
         present: by parameter, whether any shard gave it a gradient.
         counters: the largest values of the buffers that are not floating-point.
+        joiners: how many ranks wait to be let in, as rank 0 has seen.
     """
 
     def __init__(self, rows: torch.Tensor, shards: int, parameters: int, others: list[torch.Tensor]) -> None:
@@ -250,7 +257,8 @@ class _StepResults:
         self.samples = sum(torch.where(here, weights, 0.0).sum(0).tolist())
         self.loss = sum(losses.sum(0).tolist()) / self.samples if self.samples > 0 else 0.0
         self.present = rows[:, 2 * shards : 2 * shards + parameters].any(0).tolist()
-        largest = rows[:, 2 * shards + parameters :].amax(0).split([each.numel() for each in others])
+        self.joiners = int(rows[0, -1])
+        largest = rows[:, 2 * shards + parameters : -1].amax(0).split([each.numel() for each in others])
         self.counters = [value.view(each.shape) for value, each in zip(largest, others, strict=True)]
 
 
@@ -259,12 +267,10 @@ class _OwnResults:
 
     def __init__(self, shards: int, parameters: int, others: list[torch.Tensor]) -> None:
         self._shards, self._parameters, self._others = shards, parameters, others
-        self._words = torch.zeros(2 * shards + parameters + sum(each.numel() for each in others)).long()
+        counted = sum(each.numel() for each in others)
+        self._words = torch.zeros(2 * shards + parameters + counted + 1).long()
         self._numbers = self._words[: 2 * shards].view(torch.float64)
-        present, counters = self._words[2 * shards :].split(
-            [parameters, len(self._words) - 2 * shards - parameters]
-        )
-        self._present = present
+        self._present, counters, self._joiners = self._words[2 * shards :].split([parameters, counted, 1])
         self._counters = counters.split([each.numel() for each in others])
         self.clear()
 
@@ -283,7 +289,8 @@ class _OwnResults:
         counter = self._counters[index]
         torch.maximum(counter, value.flatten().to("cpu", torch.int64), out=counter)
 
-    def exchange(self, group: ProcessGroup) -> _StepResults:
+    def exchange(self, group: ProcessGroup, joiners: int) -> _StepResults:
+        self._joiners.fill_(joiners)
         rows = torch.empty(group.size(), len(self._words), dtype=torch.int64)
         all_gather_into_tensor(rows, self._words, group=group)
         return _StepResults(rows, self._shards, self._parameters, self._others)

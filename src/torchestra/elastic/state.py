@@ -17,12 +17,16 @@ from torchestra.elastic.fetching import Item, fetch, gathered
 from torchestra.elastic.membership import MembershipChange
 from torchestra.elastic.parts import Part, part_of
 from torchestra.elastic.sharded_optimizer import Holders, Move, ShardedOptimizer, assign_holders
-from torchestra.errors import DistError, InvalidArgumentError, shown
+from torchestra.elastic.units import Units
+from torchestra.errors import DistError, InvalidArgumentError, named, shown
 from torchestra.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import default_group
 
 _log = logging.getLogger(__name__)
+_AT_ONCE_BYTES = 64 << 20
+"""A rank that joins a training gets more than this bit by bit, where all are on one host."""
+_AT_ONCE_BETWEEN_HOSTS_BYTES = 4 << 20
 
 
 class _Head(NamedTuple):
@@ -33,12 +37,23 @@ class _Head(NamedTuple):
         checkpoint: the newest one's step, if it may have to be read.
         held: by sharded optimizer, the parameters whose part it has.
         partial: it has parameters that others have updated, as they were before the step.
+        filled: how many units it has, if it lacks some.
+        units: the digest of its units, and how many bytes they have; None if they are not moved bit by bit.
+        trains: it has been in the training before.
     """
 
     step: int | None
     checkpoint: int | None
     held: tuple[frozenset[int], ...]
     partial: bool
+    filled: int | None
+    units: tuple[str, int] | None
+    trains: bool
+
+    @property
+    def whole(self) -> bool:
+        """Return whether the rank has a state, and lacks no part of it that it can have alone."""
+        return self.step is not None and self.filled is None
 
 
 class Synced(NamedTuple):
@@ -84,6 +99,11 @@ class State:
         loss: the mean loss of the last step of :func:`shards`; nan before.
         changes: of the members, while :func:`shards` ran, as this rank saw them; may be emptied.
         loop: the run of :func:`shards` that trains this state; its own.
+        units: what ranks that join get bit by bit; None if all is fetched at once. Like what follows, it is
+            the package's own.
+        trains: whether this rank has been in the present run of :func:`shards` before.
+        filled: how many units this rank has; None if it lacks none.
+        filling: the ranks of the group that lack units, and how many each has.
 
     Raises:
         InvalidArgumentTypeError: a part has no state.
@@ -110,6 +130,10 @@ class State:
         self._valid = self._partial = False
         self.changes: list[MembershipChange] = []
         self.loop: object = None
+        self.units: Units | None = None
+        self.trains = False
+        self.filled: int | None = None
+        self.filling: dict[int, int] = {}
 
     def _part(self, name: str, thing: Any) -> Part:
         if not isinstance(thing, ZeroRedundancyOptimizer):
@@ -137,7 +161,14 @@ class State:
 
         Of a ZeroRedundancyOptimizer it has the options only.
         """
-        return {"step": self.step, "parts": {name: part.value() for name, part in self._parts.items()}}
+        return {"step": self.step, "parts": self._values()}
+
+    def _values(self) -> dict[str, Any]:
+        return {name: part.value() for name, part in self._parts.items()}
+
+    def _load(self, values: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load(values[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; :meth:`sync` then has others follow this rank.
@@ -150,10 +181,9 @@ class State:
                 f"elastic.State: this state has {sorted(state_dict['parts'])}, expected {sorted(self._parts)}"
             )
         self._valid = False
-        for name, part in self._parts.items():
-            part.load(state_dict["parts"][name])
+        self._load(state_dict["parts"])
         self.step = int(state_dict["step"])
-        self._valid = True
+        self._valid, self.filled = True, None
 
     @torch.no_grad()
     def sync(self, group: ProcessGroup | None = None) -> Synced:
@@ -185,13 +215,13 @@ class State:
         if lost := self._lost(heads):
             if all(head.checkpoint is None for head in heads):
                 raise DistError(lost)
-            self._valid = False
+            self._valid, self.filled = False, None
             heads = gathered(member, self._head())
         if all(head.step is None for head in heads):
             restored = self._begin(member, heads, lost)
             heads = gathered(member, self._head())
-        newest = max(head.step for head in heads if head.step is not None)
-        sources = tuple(rank for rank, head in enumerate(heads) if head.step == newest)
+        newest = max(head.step for head in heads if head.step is not None and head.whole)
+        sources = tuple(rank for rank, head in enumerate(heads) if head.step == newest and head.whole)
         behind = tuple(rank for rank in range(len(heads)) if rank not in sources)
         count = self._redistribute(member, heads, sources, behind, newest)
         return Synced(newest, count, sources, behind, restored, time.perf_counter() - began)
@@ -199,9 +229,12 @@ class State:
     def _head(self) -> _Head:
         held = tuple(each.held for each in self._sharded)
         newest = None
-        if self.checkpoints is not None and (self._sharded or not self._valid):
+        if self.checkpoints is not None and (self._sharded or not self._valid or self.filled is not None):
             newest = self.checkpoints.newest_step()
-        return _Head(self.newest_step, newest, held, self._valid and self._partial)
+        units = None if self.units is None else (self.units.digest, self.units.bytes)
+        return _Head(
+            self.newest_step, newest, held, self._valid and self._partial, self.filled, units, self.trains
+        )
 
     def _begin(self, group: ProcessGroup, heads: list[_Head], lost: str) -> str | None:
         """Read the newest checkpoint on one rank, or begin with what there is; return the checkpoint's name.
@@ -251,9 +284,18 @@ class State:
             Item(sharded.states(move.parameters), move.sources, move.targets, whole=False)
             for sharded, move in moves
         ]
+        self.filling = {}
         if behind:
-            values = {name: part.value() for name, part in self._parts.items()}
-            items.append(Item(values, sources, behind, whole=self._valid))
+            values = self._values()
+            if self._moves_units(heads, sources, behind, hosts is not None):
+                assert self.units is not None
+                self.filling = {rank: heads[rank].filled or 0 for rank in behind}
+                fresh = tuple(rank for rank in behind if heads[rank].filled is None)
+                if fresh:
+                    items.append(Item(self.units.others(values, last=False), sources, fresh, whole=False))
+            else:
+                whole = self._valid and self.filled is None
+                items.append(Item(values, sources, behind, whole))
         count = self._take_over(group, items, moves, newest) if items else 0
         for sharded, holders in zip(self._sharded, new, strict=True):
             sharded.divide(holders, group)
@@ -271,11 +313,31 @@ class State:
             if number in fetched.values:
                 sharded.adopt(fetched.values[number])
         if (whole := fetched.values.get(len(moves))) is not None:
-            self.load_state_dict({"step": newest, "parts": whole})
+            if self.filling:
+                assert self.units is not None
+                self._load(self.units.completed(whole, self._values()))
+                self.step, self._valid, self.filled = newest, True, 0
+            else:
+                self.load_state_dict({"step": newest, "parts": whole})
             self._partial = False
         if moves:
             barrier(group=group)  # only when all have adopted theirs may any rank drop what it had
         return fetched.bytes
+
+    def _moves_units(
+        self, heads: list[_Head], sources: tuple[int, ...], behind: tuple[int, ...], over_hosts: bool
+    ) -> bool:
+        """Return whether ranks that are behind get their units while the others train; all find the same."""
+        first = heads[sources[0]]
+        if first.units is None or not first.trains or self._sharded:
+            return False
+        if any(head.units is None or head.units[0] != first.units[0] for head in heads):
+            return False
+        filling = [rank for rank in behind if heads[rank].filled is not None]
+        if any(heads[rank].step != (first.step if rank in filling else None) for rank in behind):
+            return False
+        limit = _AT_ONCE_BETWEEN_HOSTS_BYTES if over_hosts else _AT_ONCE_BYTES
+        return bool(filling) or first.units[1] > limit
 
     def _holders(self, index: int, heads: list[_Head], sources: tuple[int, ...]) -> Holders:
         """Return the ranks that have the newest part of each parameter of a sharded optimizer."""
@@ -286,8 +348,13 @@ class State:
 
     def _lost(self, heads: list[_Head]) -> str:
         """Return what of the newest state no rank has any more; "" if nothing, or if no rank has a state."""
-        steps = [head.step for head in heads if head.step is not None]
-        sources = tuple(rank for rank, head in enumerate(heads) if steps and head.step == max(steps))
+        steps = [head.step for head in heads if head.step is not None and head.whole]
+        if not steps and (left := [rank for rank, head in enumerate(heads) if head.filled is not None]):
+            return (
+                f"elastic.State: the state is lost: all ranks that had it whole are gone, while {named(left)}"
+                " still got parts of it. Give elastic.State checkpoints"
+            )
+        sources = tuple(rank for rank, head in enumerate(heads) if head.whole and head.step == max(steps))
         had = [each for index in range(len(self._sharded)) for each in self._holders(index, heads, sources)]
         count = sum(not each for each in had)
         if not sources or count == 0:
@@ -310,6 +377,28 @@ class State:
             return None
         self.load_state_dict(found.state)
         return str(found.path)
+
+    def finish_filling(self, group: ProcessGroup) -> list[int]:
+        """Have ranks that have all units by now fetch the rest: the package calls it, on all ranks.
+
+        Returns:
+            These ranks; they lack nothing any more.
+
+        Raises:
+            GroupAbortedError: a rank died meanwhile.
+        """
+        units = self.units
+        ready = [rank for rank, count in self.filling.items() if units and count == len(units.all)]
+        if units is None or not ready:
+            return []
+        sources = [rank for rank in range(group.size()) if rank not in self.filling]
+        values = self._values()
+        fetched = fetch(group, [Item(units.others(values, last=True), sources, ready, whole=False)])
+        if 0 in fetched.values:
+            self._load(units.completed(fetched.values[0], values))
+            self.filled = None
+        self.filling = {rank: count for rank, count in self.filling.items() if rank not in ready}
+        return ready
 
     def advance(self, loss: float) -> None:
         """Count a step, after its update: the package calls it."""
@@ -367,6 +456,8 @@ class State:
         if any(busy for busy, *_ in told):
             _log.warning("no checkpoint of step %d: the one before is still being written", self.step)
             return
-        parts = {name: part.value() for name, part in self._parts.items()}
-        own = {each.name: {"state": each.sent_states()} for each in self._sharded}
-        checkpoints.save(self.step, parts, own, Writer(member.rank(), member.size(), told[0][1]))
+        writers = [rank for rank in range(member.size()) if rank not in self.filling]
+        if member.rank() in writers:
+            own = {each.name: {"state": each.sent_states()} for each in self._sharded}
+            writer = Writer(writers.index(member.rank()), len(writers), told[0][1])
+            checkpoints.save(self.step, self._values(), own, writer)

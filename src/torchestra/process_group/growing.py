@@ -54,17 +54,21 @@ class GroupAdmission:
 
     def pending(self) -> int:
         """Return how many wait, the same on all ranks; every rank of the group must call it."""
-        communicator = self._communicator
-        if not self._watching:
-            self._watching = True
-            if communicator.rank == 0:
-                name = f"torchestra-joiners-{communicator.name}"
-                start_thread(threading.Thread(target=self._watch, name=name, daemon=True))
+        communicator, seen = self._communicator, self.seen()
         if communicator.engine.hosts is not None:
-            waiting = torch.tensor([self._waiting])
+            waiting = torch.tensor([seen])
             communicator.broadcast(waiting, 0)
             return int(waiting.item())
         return self._shared_count().count()
+
+    def seen(self) -> int:
+        """Return how many wait, as rank 0 sees it, and 0 on other ranks; nothing is sent."""
+        if not self._watching:
+            self._watching = True
+            if self._communicator.rank == 0:
+                name = f"torchestra-joiners-{self._communicator.name}"
+                start_thread(threading.Thread(target=self._watch, name=name, daemon=True))
+        return self._waiting
 
     def _shared_count(self) -> PendingJoiners:
         with self._lock:
