@@ -338,6 +338,29 @@ def test_groups() -> None:
     run(3, use_groups)
 
 
+def merge_halves() -> tuple[int, int, list[float], str]:
+    """Merge two groups by torch's method of a group. (Gloo's, in torch 2.13, numbers ranks as they come.)"""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    half: Any = dist.new_subgroups(size // 2)[0]
+    store = dist.PrefixStore("merging", dist.distributed_c10d._get_default_store())
+    whole = half.merge_remote_group(store, size, group_name="whole", group_desc="of halves")
+    tensor = torch.tensor([1.0 + rank])
+    whole.allreduce([tensor]).wait()
+    gathered = [torch.zeros(1) for _ in range(size)]
+    whole.allgather([gathered], [torch.tensor([float(rank)])]).wait()
+    assert tensor == size * (size + 1) / 2
+    dist.barrier()
+    return whole.rank(), whole.size(), [each.item() for each in gathered], whole.group_desc
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch merges no groups"
+)
+def test_groups_are_merged() -> None:
+    ranks = [float(rank) for rank in range(4)]
+    assert run(4, merge_halves) == [(rank, 4, ranks, "of halves") for rank in range(4)]
+
+
 def pass_objects() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     found: list[Any] = [None] * size

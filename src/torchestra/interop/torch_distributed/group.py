@@ -25,12 +25,12 @@ from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.hooks import Hook, OperationHooks
 from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
-from torchestra.interop.torch_distributed.rendezvous import rendezvous, without_peers
+from torchestra.interop.torch_distributed.rendezvous import joined_store, rendezvous, without_peers
 from torchestra.interop.torch_distributed.windows import TorchestraWindow
 from torchestra.interop.torch_distributed.works import TorchestraWork
 from torchestra.process_group import ProcessGroup
 from torchestra.system.untraced import untraced
-from torchestra.types import Timeout
+from torchestra.types import DEFAULT_TIMEOUT, Timeout
 
 _Base: Any = distributed.ProcessGroup  # whose annotations leave out half of what its methods take
 
@@ -60,6 +60,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     supports_time_estimate = False
     supports_shrinking = True
     supports_abort_hooks = False  # asked since torch 2.14
+    use_pg_for_symm_mem_rendezvous = False
 
     def __init__(self, inner: ProcessGroup, store: c10d.Store, backend_options: Any = None) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -332,6 +333,25 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         group.report_as(self._backend_name)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._description}:split")
+        return group
+
+    def merge_remote_group(
+        self,
+        store: c10d.Store,
+        size: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> TorchestraGroup:
+        """Make a group of this one and others; see :meth:`torchestra.ProcessGroup.merge_remote_group`."""
+        try:
+            inner = self.inner.merge_remote_group(joined_store(store), size, timeout, group_name, group_desc)
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        group = TorchestraGroup(inner, store, self._backend_options)
+        group.report_as(self._backend_name)
+        group.setGroupName(group_name or inner.group_name)
+        group.setGroupDesc(inner.group_desc)
         return group
 
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None) -> Any:

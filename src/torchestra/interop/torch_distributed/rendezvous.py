@@ -16,6 +16,11 @@ from torchestra.store.torch_agent import TorchStore
 from torchestra.types import timeout_seconds
 
 
+def joined_store(store: Any) -> TorchStore:
+    """Return torch's store as one of ours, on which ranks prove that they know the job's secret."""
+    return TorchStore(store, proves=job_secret(None))
+
+
 def rendezvous(options: Any) -> ProcessGroup:
     """Meet the other ranks.
 
@@ -23,7 +28,7 @@ def rendezvous(options: Any) -> ProcessGroup:
         DistBackendError: not all came in time, or they cannot share memory; an error of both libraries.
     """
     rank, size = options.group_rank, options.group_size
-    store = TorchStore(options.store, proves=job_secret(None))
+    store = joined_store(options.store)
     try:
         # A group may be made again over a store that outlives the first, under the same name.
         again = store.add(f"torchestra/made/{rank}", 1)
@@ -55,7 +60,7 @@ def without_peers(options: Any) -> ProcessGroup:
             GroupOptions(seconds, backend=backend),
             backend=backend,
             timeout_s=seconds,
-            store=TorchStore(options.store, proves=job_secret(None)),
+            store=joined_store(options.store),
             ranks=list(options.global_ranks_in_group) or None,
         )
     except DistError as error:
