@@ -63,7 +63,7 @@ class CalleeEvent:
 
     Attributes:
         name, node_id, thread, is_async: as in torch's events; the worker's number is the node's.
-        start_us, end_us: since the profile or the profiled call began.
+        start_us, end_us: since the profiled call began.
         more: further arguments of torch's event.
     """
 
@@ -100,20 +100,45 @@ class ProfiledResult:
     events: list[CalleeEvent]
     took_us: float
 
+    def taken_from(self, future: Future[Any]) -> Any:
+        """Take over what the future of an answer has; return the result of the function."""
+        try:
+            answer = future.value()
+        finally:
+            del future  # as in PendingCall.wait
+        self.value, self.events, self.took_us = None, answer.events, answer.took_us
+        return answer.value
+
+    def placed(self, key: str, start_us: float, end_us: float) -> list[CalleeEvent]:
+        """Return the events of a call of this name, in the middle of the time from call to answer."""
+        shift = start_us + max(0.0, end_us - start_us - self.took_us) / 2
+        return [
+            replace(
+                event,
+                name=key + REMOTE_OPERATION + event.name,
+                start_us=event.start_us + shift,
+                end_us=event.end_us + shift,
+            )
+            for event in self.events
+        ]
+
 
 class CallRecorder:
     """Collects the events of the calls that one thread makes in a profile, or in a profiled call.
 
     Attributes:
         settings: what called workers are to record.
-        events: what they have recorded. Any thread appends, when an answer comes.
         number: of the worker that calls, -1 before it has called.
+        ranges: in a profile, the name of each call and its answer, by the name of its range there: by the
+            range's times, which are of torch's clock, the events are placed.
+        events: in a profiled call, what this worker and those that it calls have recorded.
     """
 
     def __init__(self, settings: ProfileSettings) -> None:
         self.settings = settings
-        self.events: list[CalleeEvent] = []
         self.number = -1
+        self.ranges: dict[str, tuple[str, ProfiledResult]] = {}
+        self.events: list[CalleeEvent] = []
         self._began = _now_ns()
 
     @property
@@ -121,32 +146,41 @@ class CallRecorder:
         """Return the time since it was made."""
         return (_now_ns() - self._began) / _NS_PER_US
 
-    def answered(self, key: str, sent_us: float, future: Future[Any]) -> Any:
-        """Take the events of an answer; return the result of the function."""
-        try:
-            answer = future.value()
-        finally:
-            del future  # as in PendingCall.wait
-        shift = sent_us + max(0.0, self.elapsed_us - sent_us - answer.took_us) / 2
-        self.events += [
-            replace(
-                event,
-                name=key + REMOTE_OPERATION + event.name,
-                start_us=event.start_us + shift,
-                end_us=event.end_us + shift,
-            )
-            for event in answer.events
-        ]
-        return answer.value
+    def call_in_profile(self, key: str, make: Callable[..., Future[Any]]) -> Future[Any]:
+        """Make a call as a range of the profile, under a name of its own."""
+        answer = ProfiledResult(None, [], 0.0)
+        name = f"{key} ({len(self.ranges)})"
+        self.ranges[name] = key, answer
+        with torch.autograd.profiler.record_function(name) as record:
+            future: Future[Any] = record._call_end_callbacks_on_future(make(answered=answer.taken_from))
+        return future
 
-    def called(self, key: str, sent_us: float, _: object) -> None:
-        """Note that a call of this worker, which is profiled itself, was answered."""
-        # Asynchronous for torch: it may end on another thread, and is nobody's parent.
-        self.events.append(
-            CalleeEvent(
-                key, self.number, 0, True, sent_us, self.elapsed_us, {"stack": [], "input_shapes": []}
-            )
-        )
+    def placed(self, events: list[Any]) -> list[Any]:
+        """Return torch's events of the profile, and those of called workers, by their final names."""
+        placed = list(events)
+        for event in events:
+            event.node_id = self.number
+            if event.name in self.ranges:
+                key, answer = self.ranges[event.name]
+                event.name = event.trace_name = key
+                within = event.time_range
+                placed += [each.for_torch() for each in answer.placed(key, within.start, within.end)]
+        return placed
+
+    def call_in_call(self, key: str, make: Callable[..., Future[Any]]) -> Future[Any]:
+        """Make a call while this worker executes a profiled one."""
+        sent_us = self.elapsed_us
+
+        def answered(future: Future[Any]) -> Any:
+            answer = ProfiledResult(None, [], 0.0)
+            value = answer.taken_from(future)
+            end_us, more = self.elapsed_us, dict[str, Any](stack=[], input_shapes=[])
+            # Asynchronous for torch: it may end on another thread, and is nobody's parent.
+            whole = CalleeEvent(key, self.number, 0, True, sent_us, end_us, more)
+            self.events += [whole, *answer.placed(key, sent_us, end_us)]
+            return value
+
+        return make(answered=answered)
 
 
 class _ThreadState(threading.local):
@@ -205,16 +239,10 @@ def recorded(
             future: Future[Any] = record._call_end_callbacks_on_future(call(function, args, kwargs))
         return future
     recorder.number = caller.id
-    sent_us = recorder.elapsed_us
-    arguments = recorder.settings, function, args, kwargs or {}
-    make = partial(call, run_profiled, arguments, None, answered=partial(recorder.answered, key, sent_us))
+    make = partial(call, run_profiled, (recorder.settings, function, args, kwargs or {}), None)
     if _state.is_profiled_call:
-        future = make()
-        future.add_done_callback(partial(recorder.called, key, sent_us))
-    else:
-        with torch.autograd.profiler.record_function(key) as record:
-            future = record._call_end_callbacks_on_future(make())
-    return future
+        return recorder.call_in_call(key, make)
+    return recorder.call_in_profile(key, make)
 
 
 def _name_in_profiles(function: Any) -> str:
@@ -345,9 +373,7 @@ class profile(profiler_legacy.profile):
             return None
         _state.recorder = self._before
         events = _legacy._parse_legacy_records(_legacy._disable_profiler_legacy())
-        for event in events:
-            event.node_id = self._recorder.number
-        self.function_events = _listed(self, events + [event.for_torch() for event in self._recorder.events])
+        self.function_events = _listed(self, self._recorder.placed(events))
         return False
 
 
