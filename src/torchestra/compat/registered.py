@@ -19,7 +19,7 @@ from torchestra.arguments import options
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
 from torchestra.engine.interface import Ended, Engine
-from torchestra.engine.local import combine_tensors
+from torchestra.engine.kernels.reductions import combine_tensors
 from torchestra.engine.operations import BARRIER, Collective, Parameter, Shape
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group.group import GroupMaker

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from torchestra.engine.interface import Ended, Engine
-from torchestra.engine.local import combine_tensors
+from torchestra.engine.kernels.reductions import combine_tensors
 from torchestra.engine.operations import Collective, Shape
 from torchestra.types import ReduceOp
 

@@ -23,7 +23,7 @@ from torchestra.engine.entry_layout import State
 from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.interface import Engine, Prepared
 from torchestra.engine.kernels import exchange, move, prefix, reduce, shared_words
-from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
+from torchestra.engine.kernels.reductions import combine_tensors, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.message_waiter import MessageWaiter
 from torchestra.engine.membership.rank_context import RankContext
@@ -482,12 +482,6 @@ class LocalEngine(Engine):
             # Not a method of this object, which would then hold itself, and the arena, once it is closed.
             self.kernels.replace(partial(_refuse, self.context))
             reclaim(self.context, error, tensors)
-
-
-def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
-    """Reduce contiguous tensors of this rank, as the kernels do: same order, same rounding."""
-    addresses = [source.data_ptr() for source in sources]
-    combine(target.dtype, op, target.data_ptr(), addresses, target.numel())
 
 
 reduces = supports

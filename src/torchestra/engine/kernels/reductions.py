@@ -82,6 +82,12 @@ def combine(dtype: torch.dtype, op: ReduceOp, target: int, sources: Sequence[int
     _REDUCTION(reduction(dtype, op))(target, ctypes.addressof(addresses), len(sources), count)
 
 
+def combine_tensors(target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Reduce contiguous tensors of this rank, as the kernels do: same order, same rounding."""
+    addresses = [source.data_ptr() for source in sources]
+    combine(target.dtype, op, target.data_ptr(), addresses, target.numel())
+
+
 def divide(dtype: torch.dtype, address: int, number: int, count: int) -> None:
     """Divide ``count`` elements of this process by ``number``, in place, as AVG does."""
     _in_place(dtype, DIVIDE, address, number, count)

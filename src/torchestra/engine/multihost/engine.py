@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from torchestra.engine.interface import Engine
+from torchestra.engine.kernels.reductions import combine_tensors
 from torchestra.engine.kernels.selection import spare_cores
-from torchestra.engine.local import LocalEngine, combine_tensors, count_of
+from torchestra.engine.local import LocalEngine, count_of
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.all_to_all import exchange
