@@ -72,6 +72,12 @@ def measure_entries() -> None:
 
     reduce_plain()  # the first goes the general way
     assert functions_entered(reduce_plain) == ["all_reduce"]
+
+    def broadcast_plain() -> None:
+        dist.broadcast(tensor, 0)
+
+    broadcast_plain()
+    assert functions_entered(broadcast_plain) == ["broadcast"]
     plan = dist.all_reduce_init(tensor)
     plan()
 

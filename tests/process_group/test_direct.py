@@ -13,6 +13,7 @@ from direct import SECONDS, run_direct
 
 import torchestra as dist
 from torchestra.arguments.options import GroupOptions
+from torchestra.collectives.group_arguments import root_of
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.store import HashStore, PrefixStore
@@ -165,3 +166,19 @@ def come_alone() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     run("threads", 2, come_alone, init=False)
+
+
+def test_roots_follow_the_numbers_of_a_group() -> None:
+    group = dist.ProcessGroup(HashStore(), 0, 1, timeout=20, ranks=range(1, 2))
+    try:
+        assert (group.same_numbers, root_of(group, 1, None, "src", "broadcast")) == (0, 0)
+        with pytest.raises(InvalidArgumentError, match="global rank 0 is not part of group"):
+            root_of(group, 0, None, "src", "broadcast")
+        group.renumber({1: 0})
+        assert (group.same_numbers, root_of(group, 0, None, "src", "broadcast")) == (1, 0)
+        with pytest.raises(InvalidArgumentError, match="global rank 1 is not part of group"):
+            root_of(group, 1, None, "src", "broadcast")
+        group.renumber({0: 3})
+        assert (group.same_numbers, root_of(group, 3, None, "src", "broadcast")) == (0, 0)
+    finally:
+        group.destroy()

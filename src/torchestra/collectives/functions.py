@@ -108,7 +108,11 @@ def broadcast(
         member = default_group() if group is None else member_of(group, "broadcast")
     if member is None:
         return None
-    root = root_of(member, src, group_src, "src", "broadcast")
+    # As in send.
+    if group_src is None and src.__class__ is int and 0 <= src < member.same_numbers:
+        root = src
+    else:
+        root = root_of(member, src, group_src, "src", "broadcast")
     return member.communicator.broadcast(tensor, root, async_op)
 
 
@@ -361,9 +365,9 @@ def send(
         member = default_group() if group is None else member_of(group, "send")
     if member is None:
         return
-    ranks = member.ranks  # usually a range, which is asked inline: a call takes longer than the message
-    if group_dst is None and dst.__class__ is int and ranks.__class__ is range and dst in ranks:
-        peer = ranks.index(dst)
+    # Asked inline: a call takes longer than the message.
+    if group_dst is None and dst.__class__ is int and 0 <= dst < member.same_numbers:
+        peer = dst
     else:
         peer = root_of(member, dst, group_dst, "dst", "send")
     member.communicator.send(tensor, peer, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
@@ -389,9 +393,9 @@ def recv(
         member = default_group() if group is None else member_of(group, "recv")
     if member is None:
         return -1
-    ranks = member.ranks  # as in send
-    known = group_src is None and src.__class__ is int and ranks.__class__ is range and src in ranks
-    source = ranks.index(src) if known else sender_of(member, src, group_src, "recv")
+    # As in send.
+    known = group_src is None and src.__class__ is int and 0 <= src < member.same_numbers
+    source = src if known else sender_of(member, src, group_src, "recv")
     if tag is not _NO_TAG:
         tag = checks.check_tag(tag, "recv")
     found = member.communicator.recv(tensor, source, tag)

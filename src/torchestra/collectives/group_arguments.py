@@ -43,6 +43,8 @@ def root_of(
 ) -> int:
     """Return the root in the group's numbering, from a global or a group rank."""
     if group_rank is None and rank is not None:
+        if rank.__class__ is int and 0 <= rank < group.same_numbers:
+            return rank
         return group.to_group_rank(rank, parameter, name)
     if rank is not None:
         raise InvalidArgumentError(

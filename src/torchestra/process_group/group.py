@@ -65,7 +65,7 @@ class ProcessGroup(
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
 
     Attributes:
-        ranks: the global ranks, by number.
+        same_numbers: how many ranks, if each has the same number in the group as in the world; else 0.
         previous_ranks: in a group made by :meth:`shrink`, each rank's number in the group before.
         lost_ranks: the ranks that were lost, by their numbers in the group before.
         generation: how often it has been shrunk or grown.
@@ -106,9 +106,8 @@ class ProcessGroup(
         else:
             chosen = GroupOptions() if options is None else GroupOptions(options)
         seconds = timeout_seconds(chosen.timeout if timeout is None else timeout, "ProcessGroup")
-        self.ranks: Sequence[int] = range(size) if ranks is None else ranks
-        if not isinstance(self.ranks, range):
-            self.ranks = tuple(self.ranks)
+        numbers = range(size) if ranks is None else ranks
+        self.ranks = numbers if isinstance(numbers, range) else tuple(numbers)
         if len(self.ranks) != size or (communicator is None and not _are_ranks(self.ranks)):
             raise InvalidArgumentError(
                 f"ProcessGroup: `ranks` must be {size} different ranks, from 0, got {shown(ranks)}"
@@ -137,6 +136,16 @@ class ProcessGroup(
             self.communicator = start_unregistered(store, rank, size, named, seconds, chosen.backend)
             self._leave_at_last()
         remember(self)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks, by number."""
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self.same_numbers = len(ranks) if ranks == range(len(ranks)) else 0
 
     def rank(self) -> int:
         """This rank's number in the group."""
