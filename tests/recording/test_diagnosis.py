@@ -11,8 +11,12 @@ import mmap
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,8 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine.diagnosis.last_seen import read_last_seen
-from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError
+from torchestra.engine.diagnosis.last_seen import publish_last_exception, read_last_seen
+from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, RankFailedError
 from worlds import KINDS, outcomes, processes, set_timeout
 
 SECONDS = 1.0  # in which rank 1 gets to where the report is to find it
@@ -116,6 +120,27 @@ def test_a_mismatch() -> None:
         check(diagnosis(ended.result()), "mismatch", "rank 1 called barrier() at ", calls_something_else)
 
 
+def broadcasts_from_a_rank_that_does_not() -> str:
+    try:
+        if dist.get_rank() == 1:
+            dist.broadcast(torch.ones(2), 0)  # here
+        else:
+            dist.all_reduce(torch.ones(2))
+        dist.barrier()
+    except CollectiveMismatchError as error:
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mismatch_that_is_found_late(kind: str) -> None:
+    for ended in outcomes(kind, 2, broadcasts_from_a_rank_that_does_not):
+        found = diagnosis(ended.result())
+        calls = "rank 1 called broadcast(float32, 2 elements, root 0), and rank 0 all_reduce(SUM, float32, 2"
+        assert found.startswith(f"diagnosis: mismatch: {calls} elements); now rank 1 is at "), found
+        assert here(broadcasts_from_a_rank_that_does_not) in found
+
+
 def takes_two_groups_in_different_orders() -> str:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     dist.barrier()
@@ -165,6 +190,48 @@ def test_swapped_send_and_receive() -> None:
     assert "; rank 1 waits in recv(float32, from rank 0" in found
 
 
+def sends_with_another_tag() -> str:
+    tensor = torch.ones(2)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.recv(tensor, 0, tag=6)  # here
+        dist.send(tensor, 0, tag=5)
+        return ""
+    dist.send(tensor, 1, tag=5)
+    while not dist.flight_record().ranks[1].messages:
+        threading.Event().wait(0.01)
+    set_timeout(SECONDS)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.recv(tensor, 1, tag=5)
+    dist.send(tensor, 1, tag=6)
+    dist.recv(tensor, 1, tag=5)
+    return str(caught.value)
+
+
+def test_messages_with_different_tags() -> None:
+    zero, _ = outcomes("threads", 2, sends_with_another_tag)
+    found = diagnosis(zero.result())
+    what = "rank 1 waits in recv(float32, from rank 0, 8 bytes, tag 6)"
+    check(found, "mismatch", what, sends_with_another_tag, likely=True)
+    assert ", and has not received what rank 0 sent it with another tag, send(float32, to rank 1," in found
+
+
+def does_not_come_to_the_monitored_barrier(fifo: str) -> str:
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 1:
+        is_elsewhere(fifo)
+        return ""
+    with open(fifo, "w"), pytest.raises(DistError) as caught:
+        dist.monitored_barrier(timeout=timedelta(seconds=SECONDS))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_missing_at_a_monitored_barrier(fifo: str) -> None:
+    zero, _ = outcomes("threads", 2, does_not_come_to_the_monitored_barrier, fifo)
+    (found,) = (line for line in zero.result().splitlines() if line.startswith("diagnosis"))
+    check(found, "missing rank", "rank 1 has not called monitored_barrier(): it is at ", is_elsewhere)
+
+
 def waits_for_a_lock(fifo: str) -> None:
     """Two threads take two locks in different orders; rank 0's error ends that."""
     mine, other = threading.Lock(), threading.Lock()
@@ -195,6 +262,39 @@ def test_a_deadlock_on_python_locks(fifo: str) -> None:
     assert "; thread 'load' holds it, at " in found
 
 
+def waits_for_a_thread(fifo: str, executor: bool) -> None:
+    """Wait for the end of a thread that waits for a lock which this one holds; rank 0's error ends that."""
+    lock = threading.Lock()
+
+    def write() -> None:
+        with lock:
+            pass
+
+    def free() -> None:
+        with open(fifo) as file:
+            file.read()
+        lock.release()
+
+    threading.Thread(target=free, daemon=True).start()
+    lock.acquire()
+    if executor:
+        with ThreadPoolExecutor(1, "writer") as threads:
+            threads.submit(write).result()  # here
+    else:
+        thread = threading.Thread(target=write, name="writer_0", daemon=True)
+        thread.start()
+        thread.join()
+
+
+@pytest.mark.parametrize("executor", [False, True])
+def test_a_deadlock_on_a_lock_through_the_end_of_a_thread(executor: bool, fifo: str) -> None:
+    found = told("threads", partial(waits_for_a_thread, executor=executor), fifo)
+    what = "diagnosis: deadlock on a Python lock: rank 1 waits for the end of thread 'writer_0' at "
+    assert found.startswith(what), found
+    assert f"; that is at {__file__}:" in found
+    assert found.endswith(" in write, and waits for lock `lock`, which the former holds")
+
+
 def holds_the_gil(fifo: str) -> None:
     descriptor = os.open(fifo, os.O_RDONLY)
     ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), 1)  # here
@@ -206,6 +306,19 @@ def test_the_gil_is_held(fifo: str) -> None:
     check(
         found, "GIL held", "rank 1 does not answer, as a call that does not release it holds", holds_the_gil
     )
+
+
+def another_thread_holds_the_gil(fifo: str) -> None:
+    thread = threading.Thread(target=holds_the_gil, args=(fifo,))
+    thread.start()
+    thread.join()
+
+
+def test_another_thread_holds_the_gil(fifo: str) -> None:
+    found = told("processes", another_thread_holds_the_gil, fifo)
+    assert found.startswith("diagnosis: GIL held: rank 1 does not answer, as "), found
+    assert "in another_thread_holds_the_gil; other threads are at " in found
+    assert here(holds_the_gil) in found
 
 
 def is_stopped(fifo: str) -> None:
@@ -356,13 +469,38 @@ def test_uneven_data(kind: str, fifo: str) -> None:
     check(found, "uneven data", "rank 1 has left the loop at ", has_uneven_data, likely=True)
 
 
-def dies(fifo: str) -> None:
-    with open(fifo):
-        os.kill(os.getpid(), signal.SIGKILL)
+def see_rank_1_die(rank_1: Callable[[], None]) -> str:
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 1:
+        rank_1()
+    with pytest.raises(RankFailedError) as caught:
+        dist.all_reduce(torch.ones(3))
+    return str(caught.value)
 
 
-def test_a_killed_process(fifo: str) -> None:
-    zero, _ = outcomes("processes", 2, give_up_waiting, dies, fifo)
+def ends_with_an_exception() -> None:
+    """What Python does when nobody catches one; without the rest of its end."""
+    try:
+        raise ValueError("a damaged image")  # here
+    except ValueError as error:
+        sys.last_value = error
+    publish_last_exception()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_exception_that_ends_a_rank() -> None:
+    zero, _ = outcomes("processes", 2, see_rank_1_die, ends_with_an_exception)
+    found = diagnosis(zero.result())
+    assert found.startswith("diagnosis: killed process: rank 1 has died (")
+    assert f"; it was at {here(ends_with_an_exception)} with ValueError: a damaged image, " in found
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process() -> None:
+    zero, _ = outcomes("processes", 2, see_rank_1_die, dies)
     found = diagnosis(zero.result())
     assert re.match(
         r"diagnosis: killed process: rank 1 has died \(.*\); it was at \S+\.py:\d+ in \w+, ", found

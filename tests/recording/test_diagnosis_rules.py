@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from logging import StreamHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from torchestra.engine.diagnosis.facts import (
     Call,
     GroupWait,
     LockWait,
+    PastMessage,
     PendingMessage,
     Process,
     Program,
@@ -27,6 +30,7 @@ from torchestra.engine.diagnosis.rules import KINDS, diagnose
 from torchestra.engine.diagnosis.source_lines import acquired_at, held_at, loops_at
 from torchestra.engine.diagnosis.stack_dump import parse
 from torchestra.engine.failure.stack_reporter import answer_text
+from torchestra.engine.recorder.callsites import is_line_of_the_program
 
 CALL = "all_reduce(SUM, float32, 3 elements)"
 TRAIN = UserFrame("train.py", 12, "train", 5, ((10, 14),))
@@ -47,12 +51,17 @@ WAITS = RankFacts(
 LATE = RankFacts(1, process="b", call=Call(6, CALL, "done", 5.0, (CALL,)), program=program(frame(30)))
 NO_ANSWER = replace(LATE, program=None)
 SLEEPS = Process(0.2)
+GIL = Process(0.2, ready=0.9, cpu=0.2, in_futex=True, reporter_sleeps=True)
 
 
 def in_message(facts: RankFacts, kind: str, peer: int) -> RankFacts:
     text = f"{kind}(float32, {'to' if kind == 'send' else 'from'} rank {peer}, 4 bytes)"
     message = PendingMessage(kind, peer, 0, text, 5.0)
     return replace(facts, call=replace(facts.call, state="done"), message=message)  # type: ignore[type-var]
+
+
+def past(kind: str, peer: int, tag: int, ago: float) -> PastMessage:
+    return PastMessage(kind, peer, tag, f"{kind}({tag})", ago, ago)
 
 
 def in_group(facts: RankFacts, group: str, missing: str) -> RankFacts:
@@ -104,6 +113,11 @@ CASES = [
         " loader.py:3 in run, and waits for one that the former holds",
     ),
     (
+        [WAITS, late(lock=LockWait("", "train.py:30 in load", "t", "io.py:3 in f", True, "", "b"))],
+        "deadlock on a Python lock: rank 1 waits for the end of thread 't' at train.py:30 in load; that is at"
+        " io.py:3 in f, and waits for lock `b`, which the former holds",
+    ),
+    (
         [WAITS, late(lock=LockWait("b", "train.py:30 in load", "loader", "loader.py:3 in run"))],
         "waits for a Python lock: rank 1 waits for lock `b` at train.py:30 in load;"
         " thread 'loader' holds it, at"
@@ -148,6 +162,15 @@ CASES = [
         f"(likely): slow disk: rank 1 has a child process that waits for a disk, 80% of the time; it is {AT}",
     ),
     (
+        [WAITS, replace(LATE, system=replace(SLEEPS, thread_disk=0.8))],
+        f"(likely): slow disk: rank 1 has a thread that waits for a disk, 80% of the time; it is {AT}",
+    ),
+    (
+        [WAITS, replace(NO_ANSWER, stack=(frame(30),), other_stacks=(frame(8, "hold"),), system=GIL)],
+        "GIL held: rank 1 does not answer, as another thread than its program's holds the interpreter's lock,"
+        f" and computes; it is {AT}; other threads are at train.py:8 in hold",
+    ),
+    (
         [
             WAITS,
             replace(NO_ANSWER, stack=(frame(30),), system=replace(SLEEPS, cpu=1.0, reporter_sleeps=True)),
@@ -159,6 +182,31 @@ CASES = [
     (
         [WAITS, replace(LATE, system=replace(SLEEPS, cpu=0.98))],
         f"missing rank: rank 1 has not called operation 7, {CALL}: it is {AT}, and computes (98% of a core)",
+    ),
+    (
+        [WAITS, replace(LATE, system=replace(SLEEPS, cpu=0.04, ready=0.9))],
+        f"missing rank: rank 1 has not called operation 7, {CALL}: it is {AT}, and computes, as far as it"
+        " gets a core (4% of a core)",
+    ),
+    (
+        [WAITS, in_group(LATE, "pairs", "elsewhere")],
+        f"missing rank: rank 1 has not called operation 7, {CALL}: it is {AT}, in barrier() of group 'pairs',"
+        " for ranks that are not in this group",
+    ),
+    (
+        [in_message(WAITS, "recv", 1), LATE],
+        "missing rank: rank 1 has not sent what rank 0 waits for in recv(float32, from rank 1, 4 bytes) at"
+        f" train.py:12 in train: it is {AT}",
+    ),
+    (
+        [
+            replace(
+                in_message(WAITS, "recv", 1), messages=(past("recv", 1, 5, 3.0), past("send", 1, 5, 4.0))
+            ),
+            replace(in_message(LATE, "recv", 0), messages=(past("recv", 0, 5, 5.0),)),
+        ],
+        f"(likely): mismatch: rank 1 waits in recv(float32, from rank 0, 4 bytes) {AT}, and has not received"
+        " what rank 0 sent it with another tag, send(5); rank 0 is at train.py:12 in train",
     ),
     (
         [WAITS, replace(WAITS, rank=2), RankFacts(1, presence="absent")],
@@ -310,11 +358,17 @@ class Box:
         self.table = [threading.RLock()]
 
 
-@pytest.mark.parametrize("name", ["box.lock", "box.table[0]", "condition"])
+@pytest.mark.parametrize("name", ["box.lock", "box.table[0]", "condition", "semaphore", "StreamHandler.lock"])
 def test_a_lock_that_is_waited_for_is_named(name: str) -> None:
     """Of all kinds, whoever holds it: here the thread of the test."""
-    box, condition = Box(), threading.Condition()
-    waits = {"box.lock": box.lock, "box.table[0]": box.table[0], "condition": condition}[name]
+    box, condition, semaphore, handler = Box(), threading.Condition(), threading.Semaphore(), StreamHandler()
+    held: dict[str, Any] = {
+        "box.lock": box.lock,
+        "box.table[0]": box.table[0],
+        "condition": condition,
+        "semaphore": semaphore,
+        "StreamHandler.lock": handler.lock,
+    }
 
     def body() -> None:
         if name == "box.lock":
@@ -323,12 +377,17 @@ def test_a_lock_that_is_waited_for_is_named(name: str) -> None:
         elif name == "condition":
             with condition:
                 pass
+        elif name == "semaphore":
+            with semaphore:
+                pass
+        elif name == "StreamHandler.lock":
+            handler.flush()
         else:
             box.table[0].acquire()
             box.table[0].release()
 
     thread = threading.Thread(target=body, name="waiter")
-    with waits:
+    with held[name]:
         thread.start()
         wait = None
         while wait is None:
@@ -337,8 +396,39 @@ def test_a_lock_that_is_waited_for_is_named(name: str) -> None:
     assert wait.lock == name
     assert wait.site.startswith(f"{__file__}:")
     assert not wait.closed
-    if name != "box.lock":  # an RLock tells its owner
+    if name not in ("box.lock", "semaphore"):  # an RLock tells its owner
         assert wait.holder == threading.current_thread().name
+
+
+def test_a_thread_that_enters_a_lock_on_one_line_does_not_hold_it() -> None:
+    """Nor does what was acquired before on the same line escape."""
+    lock, other, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
+
+    # fmt: off
+    def hold() -> None:
+        lock.acquire(); both.wait(); other.acquire()  # noqa: E702
+
+    def enter() -> None:
+        with lock: pass  # noqa: E701
+    # fmt: on
+
+    with other:
+        threads = [threading.Thread(target=body, name=body.__name__, daemon=True) for body in (hold, enter)]
+        threads[0].start()
+        both.wait()
+        threads[1].start()
+        while (wait := describe_programs(threads)[1].lock) is None or not wait.holder:
+            pass
+    assert (wait.lock, wait.holder) == ("lock", "hold")
+    lock.release()
+    for thread in threads:
+        thread.join()
+
+
+def test_packages_are_of_the_program_wherever_python_has_them() -> None:
+    library = os.path.dirname(threading.__file__)
+    assert not is_line_of_the_program(f"{library}/threading.py")
+    assert is_line_of_the_program(f"{library}/site-packages/trainer/loop.py")
 
 
 def test_a_thread_that_locks_twice_is_found() -> None:

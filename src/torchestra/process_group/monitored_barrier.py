@@ -14,12 +14,9 @@ import torch
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
+from torchestra.engine.p2p.tags import ARRIVED, PASSED
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError, RankFailedError
 from torchestra.system.deadline import Deadline
-
-# Tags of messages below 0 are not for users.
-_ARRIVED = -(1 << 60)
-_PASSED = _ARRIVED + 1
 
 
 def monitored_barrier(communicator: Communicator, seconds: float | None, wait_all_ranks: bool) -> None:
@@ -45,8 +42,8 @@ def monitored_barrier(communicator: Communicator, seconds: float | None, wait_al
 def _report_to_rank_0(communicator: Communicator, limit: float) -> None:
     token = torch.zeros(1, dtype=torch.int64)
     try:
-        communicator.send(token, 0, _ARRIVED, limit)
-        communicator.recv(token, 0, _PASSED, limit)
+        communicator.send(token, 0, ARRIVED, limit)
+        communicator.recv(token, 0, PASSED, limit)
     except (GroupAbortedError, CollectiveTimeoutError) as error:
         message = (
             f"Rank {communicator.rank} successfully reached monitoredBarrier, but received errors while"
@@ -64,7 +61,7 @@ def _wait_for_all(communicator: Communicator, limit: float, wait_all_ranks: bool
     deadline = Deadline(limit)
     others = range(1, communicator.size)
     arrivals = {
-        rank: communicator.irecv(torch.zeros(1, dtype=torch.int64), rank, _ARRIVED, limit) for rank in others
+        rank: communicator.irecv(torch.zeros(1, dtype=torch.int64), rank, ARRIVED, limit) for rank in others
     }
     failures: dict[int, DistBackendError] = {}
     for rank, arrival in arrivals.items():
@@ -77,7 +74,7 @@ def _wait_for_all(communicator: Communicator, limit: float, wait_all_ranks: bool
                 break
     if not failures:
         token = torch.zeros(1, dtype=torch.int64)
-        words = {rank: communicator.isend(token, rank, _PASSED, limit) for rank in others}
+        words = {rank: communicator.isend(token, rank, PASSED, limit) for rank in others}
         failures = {rank: error for rank, word in words.items() if (error := _failure(word)) is not None}
     if failures:
         _give_up(communicator, limit, failures, wait_all_ranks)

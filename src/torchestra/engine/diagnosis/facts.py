@@ -37,15 +37,16 @@ class UserFrame:
 
 @dataclass(frozen=True)
 class LockWait:
-    """A thread waits for a lock of the threading module.
+    """A thread waits for a lock of the threading module, or for the end of a thread that waits for one.
 
     Attributes:
-        lock: the expression by which the program calls it.
+        lock: the expression by which the program calls it; nothing if the thread waits for another's end.
         site: where the thread waits.
-        holder: the name of the thread that holds it.
+        holder: the name of the thread that holds it, or whose end is awaited.
         holder_site: where that thread is.
         closed: the holder waits, directly or not, for what the waiting thread holds: it will never end.
         holder_inside: the function of torchestra that the holder is in.
+        holder_lock: the lock that the holder waits for.
     """
 
     lock: str
@@ -54,6 +55,7 @@ class LockWait:
     holder_site: str = ""
     closed: bool = False
     holder_inside: str = ""
+    holder_lock: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,27 +102,30 @@ class Process:
         seconds: for how long it was looked at.
         stopped: it is stopped, by a signal or a debugger.
         disk: the share of looks at which it waited for a disk (state D), of those at which it was not ready
-        to
-            run.
+            to run.
+        ready: the share of looks at which it ran, or could have run if a core had been free.
         cpu: processor time of its process, in cores.
         major_faults: pages per second that had to be read from disk before the program could go on.
         read_bytes: bytes per second that its process read from disk.
         swapped_bytes: how much of its process lies in swap.
         throttled: the share of time for which the processor limit of its control group stopped it.
         loader_disk: the greatest share of looks at which one of its child processes waited for a disk.
-        in_futex: at every look it slept in a futex, as threads do that wait for a lock.
+        thread_disk: the same of the other threads of its process.
+        in_futex: it slept, and that in a futex, as threads do that wait for a lock.
         reporter_sleeps: the thread that answers for the rank slept at most looks, though it was asked.
     """
 
     seconds: float
     stopped: bool = False
     disk: float = 0.0
+    ready: float = 0.0
     cpu: float = 0.0
     major_faults: float = 0.0
     read_bytes: float = 0.0
     swapped_bytes: int = 0
     throttled: float = 0.0
     loader_disk: float = 0.0
+    thread_disk: float = 0.0
     in_futex: bool = False
     reporter_sleeps: bool = False
 
@@ -165,6 +170,23 @@ class PendingMessage:
 
 
 @dataclass(frozen=True)
+class PastMessage:
+    """A send or receive that a rank has begun, and that has not failed.
+
+    Attributes:
+        kind, peer, tag, text: as of :class:`PendingMessage`.
+        began, ended: how many seconds ago; ``ended`` is None if it has not.
+    """
+
+    kind: str
+    peer: int | None
+    tag: int
+    text: str
+    began: float
+    ended: float | None
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """All that is known of one rank.
 
@@ -177,8 +199,10 @@ class RankFacts:
         doing: what it does or did last, in words.
         call, message: what it is in, or was in last.
         failed_message: the text of its last message, if that failed.
+        messages: its last ones, oldest first.
         program: None: it did not say.
         stack: the lines of its program, read from outside because it did not say.
+        other_stacks: the innermost lines of its other threads, read so, too.
         last_seen: where its program was when it was last looked at, and how long ago.
         system: what the system tells of it.
     """
@@ -192,8 +216,10 @@ class RankFacts:
     call: Call | None = None
     message: PendingMessage | None = None
     failed_message: str = ""
+    messages: tuple[PastMessage, ...] = ()
     program: Program | None = None
     stack: tuple[UserFrame, ...] = ()
+    other_stacks: tuple[UserFrame, ...] = ()
     last_seen: str = ""
     system: Process | None = None
 
@@ -220,6 +246,13 @@ class RankFacts:
         if self.program is not None:
             return self.program.location.removeprefix("is ")
         return f"last seen {self.last_seen}" if self.last_seen else "at an unknown line"
+
+    @property
+    def whereabouts(self) -> str:
+        """Return the same with a verb: ``is at …``, ``has ended``."""
+        if not self.frames and self.program is not None:
+            return self.program.location
+        return f"is {self.site}"
 
     def __str__(self) -> str:
         return f"rank {self.rank}{f' on host {self.host}' if self.host else ''}"

@@ -1,12 +1,15 @@
 """Publish every second where a rank's program is, for the day on which the rank can no longer say.
 
-A thread of each process that is a rank writes the line into the arenas of all its groups. What it writes
-begins with a checksum, by which a reader sees that it has read all of it and not half of two; nothing else
-is ordered.
+A thread of each process that is a rank writes the line into the arenas of all its groups. When an exception
+ends the program, that is the last thing written: the others find it when they see that the rank has died.
+What is written begins with a checksum, by which a reader sees that it has read all of it and not half of
+two; nothing else is ordered.
 """
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import time
 import zlib
@@ -14,7 +17,7 @@ from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena
-from torchestra.engine.recorder.callsites import call_site
+from torchestra.engine.recorder.callsites import call_site, exception_text, raise_site
 from torchestra.engine.recorder.flight_record import Readable
 from torchestra.system.forking import forget_in_children
 from torchestra.system.limits import start_thread
@@ -60,6 +63,13 @@ class _Publisher:
                 self._ranks.remove(rank)
                 self._changed.notify_all()
 
+    def end_with(self, site: str) -> None:
+        """Publish this of all ranks, and nothing more."""
+        with self._changed:
+            ranks, self._ranks = self._ranks, []
+            for rank in ranks:
+                _write(rank.arena, rank.rank, site)
+
     def _run(self) -> None:
         with self._changed:
             while self._ranks:
@@ -70,6 +80,15 @@ class _Publisher:
 
 
 _publisher = _Publisher()
+
+
+@atexit.register
+def publish_last_exception() -> None:
+    """Publish which exception ends the program, if one does: Python has put it where a debugger finds it."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):  # a prompt goes on after one
+        site = f"{raise_site(error) or 'an unknown line'} with {exception_text(error)}"
+        _publisher.end_with(site)
 
 
 def publish_last_seen(rank: Publishing) -> None:
@@ -84,7 +103,11 @@ def end_last_seen(rank: Publishing) -> None:
 
 def write_last_seen(arena: Arena, rank: int, program: threading.Thread) -> None:
     """Write where the program of a rank is now. Two threads of the rank may do so at once."""
-    raw = f"{time.monotonic_ns()} {call_site(program.ident)}".encode(errors="replace")
+    _write(arena, rank, call_site(program.ident))
+
+
+def _write(arena: Arena, rank: int, site: str) -> None:
+    raw = f"{time.monotonic_ns()} {site}".encode(errors="replace")
     text = raw[: at.LAST_SEEN_BYTES - 1 - _CHECKSUM_DIGITS].decode(errors="ignore")
     arena.set_text(arena.control(rank) + at.LAST_SEEN, at.LAST_SEEN_BYTES, f"{_checksum(text)}{text}\0")
 

@@ -16,6 +16,7 @@ _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MAX_CHILDREN = 64
 _FEW = 0.2  # a share of looks that is no accident
+_THREADS_EVERY = 8  # looks: a process may have many threads
 
 
 class RankProcess(NamedTuple):
@@ -51,9 +52,13 @@ class _Seen:
     ran: int = 0
     disk: int = 0
     stopped: int = 0
+    slept: int = 0
     futex: int = 0
     reporter: int = 0
-    children: dict[int, int] = field(default_factory=dict)  # by process: at how many looks it waited for disk
+    thread_looks: int = 0
+    # By process, and by thread: at how many looks it waited for a disk.
+    children: dict[int, int] = field(default_factory=dict)
+    threads: dict[int, int] = field(default_factory=dict)
 
 
 class ProcessSamples:
@@ -77,11 +82,17 @@ class ProcessSamples:
             seen.ran += state == "R"
             seen.disk += state == "D"
             seen.stopped += state in ("T", "t")
+            seen.slept += state == "S"
             seen.futex += state == "S" and _sleeps_in(process).startswith("futex")
             seen.reporter += bool(process.reporter) and _state(process.pid, process.reporter) == "S"
             for child in _children(process.pid):
                 if _state(child, child) == "D":
                     seen.children[child] = seen.children.get(child, 0) + 1
+            if process.reporter and seen.looks % _THREADS_EVERY == 1:
+                seen.thread_looks += 1
+                for thread in _other_threads(process):
+                    if _state(process.pid, thread) == "D":
+                        seen.threads[thread] = seen.threads.get(thread, 0) + 1
 
     def results(self) -> dict[int, Process]:
         """Return by rank what was seen since the beginning."""
@@ -95,13 +106,15 @@ class ProcessSamples:
                 seconds=seconds,
                 stopped=seen.stopped == seen.looks,
                 disk=seen.disk / max(1, seen.looks - seen.ran) if seen.disk >= _FEW * seen.looks else 0.0,
+                ready=seen.ran / seen.looks,
                 cpu=(now.ticks - seen.first.ticks) / _TICKS / seconds,
                 major_faults=(now.major_faults - seen.first.major_faults) / seconds,
                 read_bytes=(now.read_bytes - seen.first.read_bytes) / seconds,
                 swapped_bytes=_swapped(process.pid),
                 throttled=min(1.0, (now.throttled_s - seen.first.throttled_s) / seconds),
                 loader_disk=max(seen.children.values(), default=0) / seen.looks,
-                in_futex=seen.futex == seen.looks,
+                thread_disk=max(seen.threads.values(), default=0) / max(1, seen.thread_looks),
+                in_futex=seen.futex >= max(_FEW * seen.looks, (1 - _FEW) * seen.slept),
                 reporter_sleeps=seen.reporter > seen.looks / 2,
             )
         return found
@@ -170,6 +183,13 @@ def _values(path: Path) -> dict[str, int]:
     """Return the whole numbers of a file that has a name and a number in each line."""
     lines = (line.split() for line in _read(path).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+
+
+def _other_threads(process: RankProcess) -> Iterable[int]:
+    with contextlib.suppress(OSError):
+        threads = map(int, os.listdir(_PROC / str(process.pid) / "task"))
+        return [each for each in threads if each != (process.program or process.pid)][:_MAX_CHILDREN]
+    return []
 
 
 def _children(pid: int) -> Iterable[int]:

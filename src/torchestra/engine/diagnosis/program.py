@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Sequence
 from types import FrameType
@@ -17,9 +16,10 @@ from torchestra.engine.diagnosis.source_lines import loops_at
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import (
     call_site,
-    is_line_of_the_program,
+    exception_text,
     is_of_the_program,
     is_of_torchestra,
+    raise_site,
 )
 from torchestra.engine.recorder.flight_record import Readable, read_rank, tick_scale
 from torchestra.system.thread_frames import current_exceptions, current_frames
@@ -28,7 +28,6 @@ _STILL_SECONDS = 0.01
 _MAX_FRAMES = 8
 _MAX_MISSING = 8
 _ENTRIES = 2
-_MAX_CHARACTERS = 200
 
 
 class Membership(Protocol):
@@ -135,12 +134,8 @@ def _handled(thread: int) -> str:
     error = found[1] if isinstance(found, tuple) else found  # Python 3.12 has the exception itself
     if error is None:
         return ""
-    lines = [
-        each for each in traceback.extract_tb(error.__traceback__) if is_line_of_the_program(each.filename)
-    ]
-    where = f", raised at {lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if lines else ""
-    text = str(error).partition("\n")[0][:_MAX_CHARACTERS]
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+    site = raise_site(error)
+    return f"{exception_text(error)}{f', raised at {site}' if site else ''}"
 
 
 def _other_groups(program: threading.Thread, group: Arena | None) -> tuple[GroupWait, ...]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchestra.engine.diagnosis.facts import LockWait, RankFacts, UserFrame
+from torchestra.engine.diagnosis.facts import LockWait, PastMessage, Process, RankFacts, UserFrame
 from torchestra.engine.diagnosis.wait_graph import WaitGraph
+from torchestra.engine.p2p.tags import ARRIVED, PASSED
 from torchestra.errors import named
 
 _MAX_DISK = 0.5
@@ -69,14 +70,24 @@ class Case:
         """
         return next((each for each in self.culprits or self.facts.values() if wanted(each)), None)
 
-    def awaited(self) -> str:
-        """Return the operation or message in which ranks wait for the culprits."""
+    def awaited_of(self, culprit: RankFacts) -> str:
+        """Return what ranks wait for a culprit to do, in words: ``called operation 7, barrier()``."""
         running = [each.running for each in self.facts.values() if each.running is not None]
         if running:
             newest = max(running, key=lambda call: call.number)
-            return f"operation {newest.number}, {newest.text}"
-        messages = [each.message for each in self.facts.values() if each.message is not None]
-        return messages[0].text if messages else "an operation"
+            return f"called operation {newest.number}, {newest.text}"
+        messages = [
+            (each, each.message)
+            for each in self.facts.values()
+            if each.message is not None and each.message.peer in (culprit.rank, None)
+        ]
+        if not messages:
+            return "called an operation"
+        waiter, message = messages[0]
+        if message.tag in (ARRIVED, PASSED):
+            return "called monitored_barrier()"
+        does = "received" if message.kind == "send" else "sent"
+        return f"{does} what {waiter} waits for in {message.text} {waiter.site}"
 
     def waiters(self) -> Iterator[RankFacts]:
         """Yield the ranks that wait in a collective of the group."""
@@ -121,6 +132,35 @@ def _crossed_groups(case: Case) -> Diagnosis | None:
     return Diagnosis("wrong order of groups", tuple(sorted({wait.rank for wait in circle})), text)
 
 
+def _differing_tags(case: Case) -> Diagnosis | None:
+    """Ranks wait in a circle, and one of them for a message that the other has sent with another tag."""
+    for wait in case.graph.circle({"recv", "send", "group", "other group"}) or ():
+        waiter, other = case.facts[wait.rank], case.facts[wait.other]
+        sent = _not_received(other, waiter) if wait.kind == "recv" else None
+        if sent is None or waiter.message is None or waiter.message.peer is None:
+            continue
+        text = (
+            f"{waiter} waits in {waiter.message.text} {waiter.site}, and has not received what {other} sent"
+            f" it with another tag, {sent.text}; {other} is {other.site}"
+        )
+        return Diagnosis("mismatch", tuple(sorted((waiter.rank, other.rank))), text, certain=False)
+    return None
+
+
+def _not_received(sender: RankFacts, receiver: RankFacts) -> PastMessage | None:
+    """Return the last message that a rank has sent another, if that has received none of its tag since."""
+    to = [each for each in sender.messages if (each.kind, each.peer) == ("send", receiver.rank)]
+    if not to or receiver.message is None or to[-1].tag == receiver.message.tag:
+        return None
+    received = any(
+        (each.kind, each.peer, each.tag) == ("recv", sender.rank, to[-1].tag)
+        and each.ended is not None
+        and each.ended <= to[-1].began
+        for each in receiver.messages
+    )
+    return None if received else to[-1]
+
+
 def _swapped_messages(case: Case) -> Diagnosis | None:
     circle = case.graph.circle({"recv", "send"})
     if circle is None:
@@ -147,6 +187,13 @@ def _deadlock(case: Case) -> Diagnosis | None:
     lock = _lock(each) if each is not None else None
     if each is None or lock is None:
         return None
+    if not lock.lock:
+        what = f"waits for lock `{lock.holder_lock}`, which" if lock.holder_lock else "waits for what"
+        text = (
+            f"{each} waits for the end of thread {lock.holder!r} at {lock.site}; that is at"
+            f" {lock.holder_site or 'an unknown line'}, and {what} the former holds"
+        )
+        return Diagnosis("deadlock on a Python lock", (each.rank,), text)
     text = f"{each} waits for lock `{lock.lock}` at {lock.site}"
     if lock.holder:
         text += f"; thread {lock.holder!r} holds it, at {lock.holder_site or 'an unknown line'}"
@@ -191,7 +238,7 @@ def _uneven_data(case: Case) -> Diagnosis | None:
             loop = _left_loop(each, waiter)
             if loop is None:
                 continue
-            where = "has destroyed the group" if each.presence == "left" else f"is {each.site}"
+            where = "has destroyed the group" if each.presence == "left" else each.whereabouts
             text = (
                 f"{each} has left the loop at {loop.file}:{loop.loops[0][0]}, in which {waiter} still calls"
                 f" {awaited.pop()}; it {where}"
@@ -247,9 +294,12 @@ def _swapping(case: Case) -> Diagnosis | None:
 def _slow_disk(case: Case) -> Diagnosis | None:
     for each in case.culprits:
         system = each.system
-        if system is not None and max(system.disk, system.loader_disk) >= _MAX_DISK:
-            share = max(system.disk, system.loader_disk)
-            who = f"{each} waits" if system.disk >= _MAX_DISK else f"{each} has a child process that waits"
+        if system is None:
+            continue
+        share = max(system.disk, system.loader_disk, system.thread_disk)
+        if share >= _MAX_DISK:
+            other = "child process" if system.loader_disk >= _MAX_DISK else "thread"
+            who = f"{each} waits" if system.disk >= _MAX_DISK else f"{each} has a {other} that waits"
             text = f"{who} for a disk, {share:.0%} of the time; it is {each.site}"
             return Diagnosis("slow disk", (each.rank,), text, certain=False)
     return None
@@ -268,7 +318,11 @@ def _holds_gil(case: Case) -> Diagnosis | None:
         return None
     whose = "another thread than its program's" if each.system.in_futex else "a call that does not release it"
     does = f"computes with {each.system.cpu:.1f} cores" if each.system.cpu >= _BUSY else "waits"
+    if each.system.ready >= _BUSY > each.system.cpu:
+        does = "computes"
     text = f"{each} does not answer, as {whose} holds the interpreter's lock, and {does}; it is {each.site}"
+    if each.other_stacks:
+        text += f"; other threads are at {', '.join(map(str, each.other_stacks))}"
     return Diagnosis("GIL held", (each.rank,), text, certain=bool(each.stack))
 
 
@@ -303,21 +357,33 @@ def _missing(case: Case) -> Diagnosis | None:
         how = "has destroyed the group" if each.presence == "left" else "has not come to the group"
         waits = f"; {case.waiting} waits {case.waiting.site}" if case.waiting is not None else ""
         return Diagnosis(
-            "missing rank", (each.rank,), f"{each} {how}, and not called {case.awaited()}{waits}"
+            "missing rank", (each.rank,), f"{each} {how}, and not {case.awaited_of(each)}{waits}"
         )
     if each.program is not None and not each.program.frames:
         location = each.program.location
         return Diagnosis(
-            "missing rank", (each.rank,), f"{each} has not called {case.awaited()}: it {location}"
+            "missing rank", (each.rank,), f"{each} has not {case.awaited_of(each)}: it {location}"
         )
-    system = each.system
-    does = ""
-    if system is not None:
-        does = f", and {'computes' if system.cpu >= _BUSY else 'sleeps'} ({system.cpu:.0%} of a core)"
+    does = f", and {_does(each.system)} ({each.system.cpu:.0%} of a core)" if each.system is not None else ""
     others = len(case.culprits) - 1
     more = f" (and {others} more)" if others else ""
-    text = f"{each}{more} has not called {case.awaited()}: it is {each.site}{does}"
+    text = f"{each}{more} has not {case.awaited_of(each)}: it is {each.site}{_waits_elsewhere(each) or does}"
     return Diagnosis("missing rank", _ranks(case.culprits), text)
+
+
+def _does(system: Process) -> str:
+    if system.cpu >= _BUSY:
+        return "computes"
+    return "computes, as far as it gets a core" if system.ready >= _BUSY else "sleeps"
+
+
+def _waits_elsewhere(facts: RankFacts) -> str:
+    """Return in which other group a rank waits for ranks that are not in this one."""
+    program = facts.program
+    group = program.groups[0] if program is not None and program.inside and program.groups else None
+    if group is None:
+        return ""
+    return f", in {group.call} of group {group.group!r}, for ranks that are not in this group"
 
 
 def _is_known(facts: RankFacts) -> bool:
@@ -329,7 +395,7 @@ def _unknown(case: Case) -> Diagnosis | None:
         waits = f"{case.waiting} waits {case.waiting.site}" if case.waiting is not None else "nobody waits"
         return Diagnosis("unknown", (), f"no rank is missing, and {waits}", certain=False)
     each = case.culprits[0]
-    text = f"{each} has not called {case.awaited()}, and does not say why; it was {each.site}"
+    text = f"{each} has not {case.awaited_of(each)}, and does not say why; it was {each.site}"
     return Diagnosis("unknown", _ranks(case.culprits), text, certain=False)
 
 
@@ -340,6 +406,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_silent_host, ("killed host",)),
     (_stopped, ("stopped process",)),
     (_crossed_groups, ("wrong order of groups",)),
+    (_differing_tags, ("mismatch",)),
     (_swapped_messages, ("swapped send and recv",)),
     (_crossed_calls, ("mismatch",)),
     (_deadlock, ("deadlock on a Python lock", "waits for a Python lock")),

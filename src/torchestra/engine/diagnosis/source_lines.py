@@ -40,22 +40,35 @@ def acquired_at(file: str, line: int, position: Position | None) -> list[ast.exp
     return [each for each in found if _covers(each, position)]
 
 
-def held_at(file: str, line: int) -> list[ast.expr]:
+def held_at(file: str, line: int, position: Position | None = None) -> list[ast.expr]:
     """Return the expressions whose value a function holds as a context, or has acquired, at a line.
 
     What is acquired by a call counts as held until a later line of the function calls ``release`` of it.
+
+    Args:
+        position: of the instruction that the thread is in, where it is known: it does not yet hold what it
+            enters there, and holds what was acquired before on the same line.
     """
     source = _source(file)
     held = [
         expression
         for begins, first, last, expression in source.contexts
-        if first <= line <= last and source.are_of_one(begins, line)
+        if first <= line <= last
+        and source.are_of_one(begins, line)
+        and (position is None or not _covers(expression, position))
     ]
     calls: dict[str, tuple[str, ast.expr]] = {}  # by expression: the last call before the line
     for number, method, lock in source.calls:
-        if number < line and source.are_of_one(number, line):
+        if (number < line or _is_before(lock, line, position)) and source.are_of_one(number, line):
             calls[ast.unparse(lock)] = method, lock
     return held + [lock for method, lock in calls.values() if method == "acquire"]
+
+
+def _is_before(expression: ast.expr, line: int, position: Position | None) -> bool:
+    """Return whether an expression is on a line, before an instruction there."""
+    if position is None or expression.end_lineno != line:
+        return False
+    return (line, expression.end_col_offset or 0) <= (position[0], position[2])
 
 
 def _covers(expression: ast.expr, position: Position) -> bool:

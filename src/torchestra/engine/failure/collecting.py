@@ -15,6 +15,7 @@ from typing import Protocol
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import (
     Call,
+    PastMessage,
     PendingMessage,
     Presence,
     Process,
@@ -30,7 +31,7 @@ from torchestra.engine.failure.liveness import Peers, pid_namespace
 from torchestra.engine.failure.stack_reporter import read_answer
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
-from torchestra.engine.recorder.flight_entries import RankRecord
+from torchestra.engine.recorder.flight_entries import FlightEntry, RankRecord
 from torchestra.engine.recorder.flight_record import Readable, read_rank, tick_scale
 from torchestra.system.deadline import Deadline
 
@@ -39,6 +40,7 @@ _MAX_ANSWER_SECONDS = 2.0  # for ranks that are ready to run, and do not get a p
 _SAMPLE_SECONDS = 0.2
 _LOOK_SECONDS = 0.002
 _ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs in
+_MESSAGES = 8  # of these, whose tags are compared
 _MAX_SAMPLED = 32
 _MAX_STACKS = 4
 
@@ -79,7 +81,9 @@ def collect_facts(view: RankView, ranks: Iterable[int], dead: Collection[int], s
         )
     programs.update(answers)
     silent = [rank for rank in here if rank not in programs]
-    stacks = {rank: _stack(arena, rank) for rank in silent[:_MAX_STACKS] if not _is_stopped(system.get(rank))}
+    stacks = {
+        rank: _stacks(arena, rank) for rank in silent[:_MAX_STACKS] if not _is_stopped(system.get(rank))
+    }
     found = []
     for rank in ranks:
         end_reason = (
@@ -98,12 +102,30 @@ def collect_facts(view: RankView, ranks: Iterable[int], dead: Collection[int], s
                 end_reason=end_reason,
                 program=programs.get(rank),
                 message=_awaited_message(records[rank], scale.now, programs.get(rank)),
-                stack=stacks.get(rank, ()),
+                stack=stacks.get(rank, _NO_STACKS)[0],
+                other_stacks=stacks.get(rank, _NO_STACKS)[1],
                 last_seen=read_last_seen(arena, rank),
                 system=system.get(rank),
             )
         )
     return found
+
+
+def places_of(view: RankView, ranks: Sequence[int], site: str) -> dict[int, str]:
+    """Return where the programs of some ranks are now: ``is at file:line in function``.
+
+    Ranks that do not answer within half a second are left out.
+
+    Args:
+        ranks: by their places in the arena.
+        site: as of collect_facts().
+    """
+    found = {view.rank: f"is at {site}"}
+    others = [rank for rank in ranks if rank != view.rank]
+    here = _programs_of_threads(view, others)
+    answers, _ = _ask(view.arena, [rank for rank in others if rank not in here])
+    found.update({rank: program.location for rank, program in {**here, **answers}.items()})
+    return {rank: found[rank] for rank in ranks if rank in found}
 
 
 def facts_of_record(record: RankRecord, now: float, *, crosses: bool, dead: bool) -> RankFacts:
@@ -131,7 +153,13 @@ def facts_of_record(record: RankRecord, now: float, *, crosses: bool, dead: bool
         call=call,
         message=_awaited_message(record, now, None),
         failed_message=str(failed) if failed is not None else "",
+        messages=tuple(_past(each, now) for each in record.messages[-_MESSAGES:] if each.state != "failed"),
     )
+
+
+def _past(entry: FlightEntry, now: float) -> PastMessage:
+    ended = None if entry.ended is None else now - entry.ended
+    return PastMessage(entry.kind, entry.peer, entry.tag or 0, str(entry), now - entry.started, ended)
 
 
 def _awaited_message(record: RankRecord, now: float, program: Program | None) -> PendingMessage | None:
@@ -254,13 +282,21 @@ def _is_stopped(process: Process | None) -> bool:
     return process is not None and process.stopped
 
 
-def _stack(arena: Arena, rank: int) -> tuple[UserFrame, ...]:
-    """Return the lines of the program of a rank that does not answer, innermost first."""
+_Frames = tuple[UserFrame, ...]
+_NO_STACKS: tuple[_Frames, _Frames] = (), ()
+
+
+def _stacks(arena: Arena, rank: int) -> tuple[_Frames, _Frames]:
+    """Return the lines of the program of a rank that does not answer, innermost first.
+
+    And the innermost lines of its other threads.
+    """
     process, block = _process(arena, rank), arena.control(rank)
     if process is None:
-        return ()
+        return _NO_STACKS
     offered = StackFile(
         arena.load_word(block + at.STACK_SIGNAL), arena.load_word(block + at.STACK_DESCRIPTOR)
     )
     stacks = read_stack(process.pid, arena.load_word(block + at.PROGRAM_IDENT), offered)
-    return next((frames for is_program, frames in stacks if is_program), ())
+    others = tuple(frames[0] for is_program, frames in stacks if not is_program)
+    return next((frames for is_program, frames in stacks if is_program), ()), others

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations
 from torchestra.engine.diagnosis.differing_calls import diagnose_calls
+from torchestra.engine.failure.collecting import RankView, places_of
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
+from torchestra.errors import named
 
 LoadWord = Callable[[int], int]
 """Reads a word of this rank's context."""
@@ -48,22 +51,41 @@ def mismatch_text(
     )
 
 
-def late_mismatch(arena: Arena, load_word: LoadWord, describe: Callable[[int], str], site: str | None) -> str:
+class Rank(RankView, Protocol):
+    """The rank that has found a mismatch (membership/rank_context.py)."""
+
+    group_ranks: Sequence[int]
+
+    def load_word(self, offset: int) -> int:
+        """Return a word of its context."""
+
+    def describe(self, rank: int) -> str:
+        """Name a rank."""
+
+
+def late_mismatch(rank: Rank, site: str | None) -> str:
     """Return the differing calls of the ranks, after a kernel has returned LATE_MISMATCH.
 
+    At which line these were is not known any more, as a rank may have gone on: so it is told where two of
+    them are now, one that differs and one that does not.
+
     Args:
-        describe: names a rank.
         site: where this rank's operation was called; None: in the calling thread.
     """
-    sequence = load_word(at.DIFFERS)
-    called = [_called(arena, rank, sequence) for rank in range(arena.layout.size)]
-    lines = "".join(f"\n  {describe(rank)} called {call}" for rank, call in enumerate(called))
-    found = f"found at {site or call_site()}"
+    arena, sequence = rank.arena, rank.load_word(at.DIFFERS)
+    called = [_called(arena, each, sequence) for each in range(arena.layout.size)]
+    lines = "".join(f"\n  {rank.describe(each)} called {call}" for each, call in enumerate(called))
     usual = max(called, key=called.count)
-    other = next((rank for rank, call in enumerate(called) if call != usual), 0)
+    other = next((each for each, call in enumerate(called) if call != usual), 0)
+    same = [each for each, call in enumerate(called) if call == usual]
+    seen = (other, rank.rank if rank.rank in same else same[0])
+    own = site or call_site(otherwise=rank.program.ident)
+    places = places_of(rank, seen, own)
+    usually = f"{named([rank.group_ranks[each] for each in same])} {usual}"
+    now = [f"{rank.describe(each)} {places[each]}" for each in dict.fromkeys(seen) if each in places]
     return (
         f"the ranks called different operations (number {sequence} of the group):\ndiagnosis: mismatch:"
-        f" {describe(other)} called {called[other]}, and others {usual}, {found}{lines}"
+        f" {rank.describe(other)} called {called[other]}, and {usually}; now {', and '.join(now)}{lines}"
     )
 
 

@@ -196,7 +196,7 @@ class RankContext:
             where = f"{doing} of group {self.name!r} on rank {self.group_rank}"
             raise_unreadable(look, where, self.describe(self.load_word(at.BLOCKED)))
         if code == at.LATE_MISMATCH:
-            self.abort(late_mismatch(self.arena, self.load_word, self.describe, site), mismatch=True)
+            self.abort(late_mismatch(self, site), mismatch=True)
             raise self.aborted()
         if code == at.MISMATCH:
             self.store_word(at.RESUME, 0)

@@ -1,7 +1,7 @@
 """Find where in the user's program a rank is: the innermost line outside of torchestra, torch and pytest.
 
 The standard library (threading, concurrent.futures, runpy) and pytest with its plug-ins run the program, and
-are no part of it.
+are no part of it. Other packages are, wherever Python has them installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ import torch
 
 from torchestra.system.thread_frames import current_frames
 
+_MAX_CHARACTERS = 200
 _TEST_RUNNERS = ("_pytest", "pytest", "pluggy", "pytest_timeout", "xdist", "execnet")
 
 
@@ -40,19 +42,29 @@ _FOLDERS = (
     Path(__file__).parents[2],
     Path(torch.__file__).parent,
     Path(llvmlite.__file__).parent,  # it calls kernels
-    sysconfig.get_paths()["stdlib"],
 )
 _NOT_THE_USERS = (
     *(os.path.join(folder, "") for folder in _FOLDERS),
     *_installed(_TEST_RUNNERS),
     "<frozen ",
 )
-_TORCHESTRA, _TORCH, _, _LIBRARY = _NOT_THE_USERS[: len(_FOLDERS)]
+_TORCHESTRA, _TORCH = _NOT_THE_USERS[:2]
+_STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
+# Where Python runs in no virtual environment, they may lie within the standard library's folder.
+_PACKAGES = tuple(
+    os.path.join(_STANDARD_LIBRARY, folder, "") for folder in ("site-packages", "dist-packages")
+)
 
 
 def is_of_the_program(frame: FrameType) -> bool:
     """Return whether a frame is the user's: not of torchestra, torch, the standard library or pytest."""
-    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+    return is_line_of_the_program(frame.f_code.co_filename)
+
+
+def is_of_the_standard_library(frame: FrameType) -> bool:
+    """Return whether a frame is of a module of Python's."""
+    file = frame.f_code.co_filename
+    return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_PACKAGES)
 
 
 def is_of_torchestra(frame: FrameType) -> bool:
@@ -62,7 +74,23 @@ def is_of_torchestra(frame: FrameType) -> bool:
 
 def is_line_of_the_program(file: str) -> bool:
     """Return whether a source file is the user's."""
+    if file.startswith(_STANDARD_LIBRARY) and not file.startswith(_PACKAGES):
+        return False
     return not file.startswith(_NOT_THE_USERS)
+
+
+def exception_text(error: BaseException) -> str:
+    """Return an exception in one line: ``ValueError: a damaged image``."""
+    text = str(error).partition("\n")[0][:_MAX_CHARACTERS]
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+def raise_site(error: BaseException) -> str:
+    """Return the innermost line of the program that an exception came through; nothing if there is none."""
+    lines = [
+        each for each in traceback.extract_tb(error.__traceback__) if is_line_of_the_program(each.filename)
+    ]
+    return f"{lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if lines else ""
 
 
 def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
@@ -80,7 +108,7 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
     innermost = outermost = frame
     started_by: FrameType | None = None
     while frame is not None and not is_of_the_program(frame):
-        if not _is_of_the_library(frame):
+        if not is_of_the_standard_library(frame):
             started_by = frame
         outermost, frame = frame, frame.f_back
     if frame is None and _is_torchs_own_thread(outermost, started_by):
@@ -105,12 +133,6 @@ def _is_torchs_own_thread(outermost: FrameType | None, started_by: FrameType | N
     return (
         outermost is not None
         and started_by is not None
-        and _is_of_the_library(outermost)
+        and is_of_the_standard_library(outermost)
         and started_by.f_code.co_filename.startswith(_TORCH)
     )
-
-
-def _is_of_the_library(frame: FrameType) -> bool:
-    """Return whether a frame is of Python's library, in whose folder torch may be installed."""
-    file = frame.f_code.co_filename
-    return file.startswith(_LIBRARY) and not file.startswith((_TORCH, _TORCHESTRA))
