@@ -60,7 +60,7 @@ def curves(calibration: Calibration) -> dict[str, dict[str, list[dict[str, Any]]
     for name, bits_per_s in LINKS.items():
         changes = {"gap_per_byte_s": 8 / bits_per_s, "latency_s": LATENCY_S}
         classes = tuple(replace(each, **changes) for each in calibration.link.classes)  # type: ignore[arg-type]
-        link = replace(calibration.link, classes=classes, shares_cores=False)
+        link = replace(calibration.link, classes=classes, shares_cores=False, operations=())
         for kind, points in found.items():
             points[name] = []
             for hosts in HOSTS:

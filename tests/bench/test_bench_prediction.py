@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.prediction import Result, main
-from benchmarks.ranks.predicted import STEP, STEP_SOURCE, join_and_time
+from benchmarks.prediction import main
+from benchmarks.prediction_report import Result, kind_of
+from benchmarks.ranks.predicted import SMALL_BUCKETS, STEP, STEP_SOURCE, join_and_time
 from torchestra.launcher.api import launch
 from torchestra.performance.calibration import (
     Calibration,
     HostCalibration,
     LinkCalibration,
     LinkClass,
+    OperationFactor,
     Rate,
     StepCalibration,
     StepTimes,
@@ -38,6 +41,27 @@ def test_errors_are_relative_to_the_measured_time() -> None:
     assert Result(1, 16, 0, "barrier", 0, 1.0, 1.0).layout == "1 host x 16"
 
 
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "operation", "nbytes", "told"),
+    [
+        (1, 2, "scan", 4, "operations: calibrated"),
+        (1, 2, "scan", 8, "operations: other sizes"),
+        (1, 3, "scan", 4, "operations: other numbers of ranks"),
+        (1, 3, "scan", 8, "operations: other numbers of ranks and sizes"),
+        (2, 1, "barrier", 0, "operations: calibrated"),
+        (3, 1, "barrier", 0, "operations: other numbers of hosts"),
+        (1, 1, STEP, 0, "a training step: calibrated"),
+        (1, 1, SMALL_BUCKETS, 0, "a training step: held out"),
+        (2, 1, STEP, 0, "a training step: held out"),
+    ],
+)
+def test_what_was_held_out(hosts: int, ranks: int, operation: str, nbytes: int, told: str) -> None:
+    host = replace(HOST, operations=(OperationFactor("scan", 2, 4, 1.0),))
+    link = replace(LINK, operations=(OperationFactor("barrier", 1, 0, 1.0),))
+    result = Result(hosts, ranks, 100, operation, nbytes, 1.0, 1.0)
+    assert kind_of(result, Calibration(host, None, STEPS), {100: link}) == told
+
+
 def test_what_was_measured_is_predicted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,7 +72,9 @@ def test_what_was_measured_is_predicted_again(
         "calibration": encode(Calibration(HOST, None, STEPS)),
         "links": {"100": encode(LINK)},
         "per_op_s": {"100": {"multihost_call": 1e-3}},
-        "results": [{**dict(zip(names, cell, strict=True)), "measured_s": 0.05} for cell in cells],
+        "results": [
+            {**dict(zip(names, cell, strict=True)), "measured_s": 0.05, "again_s": 0.06} for cell in cells
+        ],
     }
     measured.write_text(json.dumps(told))
     monkeypatch.setattr(sys, "argv", ["prediction", "--again", str(measured), "-o", str(output)])
@@ -61,6 +87,7 @@ def test_what_was_measured_is_predicted_again(
     assert 0.031 <= step < 0.04
     shown = capsys.readouterr().out
     assert "median error of all 3" in shown
+    assert "of measuring again: 20.0%" in shown
     assert "2 hosts x 1, 100 Mbit/s" in shown
 
 

@@ -24,7 +24,7 @@ def test_a_host_is_measured_and_the_step_in_the_file_stays(
 ) -> None:
     busy(0.1, monkeypatch)
     monkeypatch.setattr(host, "launch", partial(launch, kind="threads"))  # a process takes a second to start
-    monkeypatch.setattr(fitting, "_LARGE_BYTES", (4 << 10,))
+    monkeypatch.setattr(fitting, "_SIZES", (4, 4 << 10))
     path = tmp_path / "machine.json"
     CALIBRATION.save(path)
     assert main(["calibrate", "-o", str(path), "--only", "host", "-n", "1,2", "--seconds", "0.02"]) == 0

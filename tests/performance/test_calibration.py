@@ -16,11 +16,13 @@ from torchestra.performance.calibration import (
     HostCalibration,
     LinkCalibration,
     LinkClass,
+    OperationFactor,
     Rate,
     Slowdown,
     StepCalibration,
     StepTimes,
 )
+from torchestra.performance.interpolation import factor_at
 
 HOST = HostCalibration(
     cores=2,
@@ -33,6 +35,7 @@ HOST = HostCalibration(
     fetch=(Rate(1, 1 << 20, 9e9),),
     reduce=(Rate(1, 1 << 20, 8e9),),
     per_op_s={"bridge": 2e-5},
+    operations=(OperationFactor("barrier", 2, 0, 1.5),),
     work_slowdowns=(Slowdown(2, 1 << 10, 2.0), Slowdown(2, 1 << 20, 1.0), Slowdown(4, 1 << 10, 4.0)),
 )
 LINK = LinkCalibration(
@@ -66,8 +69,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         (("host", "per_op_s", "bridge"), float("inf"), r"HostCalibration.per_op_s\['bridge'\]"),
         (("link", "classes", 1, "up_to_bytes"), 9, "only the last has up_to_bytes None"),
         (("step", "times", 0, "ready_s"), [0.2, 0.1], "StepTimes.ready_s must be >= 0 and must not fall"),
+        (("host", "operations", 0, "factor"), 0.0, "OperationFactor.factor must be a finite number > 0"),
         (("step", "bucket_bytes"), [1], "1 ranks have 2 times ready_s for 1 buckets"),
-        (("version",), 1, "not a calibration of version 2"),
+        (("version",), 2, "not a calibration of version 3"),
     ],
 )
 def test_a_damaged_file_is_refused_by_the_name_of_the_field(
@@ -112,6 +116,21 @@ def test_slowdowns_between_the_measured_ones() -> None:
     assert HOST.work_slowdown(1 << 15, ranks=2) == pytest.approx(1.5)
     assert HOST.work_slowdown(1 << 10, ranks=3) == pytest.approx(3.0)
     assert HOST.call_slowdown(3) == 1.0  # none was measured
+
+
+def test_factors_of_operations_between_the_measured_ones() -> None:
+    known = [
+        OperationFactor("scan", ranks, nbytes, 4.0 if ranks == 2 else 1.0)
+        for ranks in (2, 8)
+        for nbytes in (4, 64)
+    ]
+    known += [OperationFactor("scan", 2, 1024, 1.0), OperationFactor("barrier", 2, 0, 3.0)]
+    assert factor_at(known, "scan", 16, ranks=2) == pytest.approx(4.0)
+    assert factor_at(known, "scan", 256, ranks=2) == pytest.approx(2.0)  # half way of both logarithms
+    assert factor_at(known, "scan", 4, ranks=4) == pytest.approx(2.0)
+    assert factor_at(known, "scan", 1 << 20, ranks=64) == 1.0  # beyond an end: the end
+    assert factor_at(known, "barrier", 0, ranks=2) == pytest.approx(3.0)
+    assert factor_at(known, "reduce", 16, ranks=2) == 1.0  # none was measured
 
 
 def test_the_class_of_a_message_and_the_nearest_number_of_ranks() -> None:

@@ -9,9 +9,10 @@ from machines import HOST, link_of, machine
 
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.performance import recording
+from torchestra.performance.calibration import OperationFactor, StepCalibration, StepTimes
 from torchestra.performance.closed_form import estimate
 from torchestra.performance.machine import Machine
-from torchestra.performance.prediction import predict, steady_state_seconds
+from torchestra.performance.prediction import predict, predict_step, steady_state_seconds
 from torchestra.performance.schedule import AwaitFlag, Compute, Lane, Receive, Schedule, Send, SetFlag
 from torchestra.performance.simulation import run
 from torchestra.performance.what_if import bucket_sweep, fault_costs, rebucketed, threshold_sweep
@@ -172,3 +173,43 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="a size is"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(("hosts", "ranks", "cores"), [(1, 2, 64), (1, 6, 2), (2, 2, 64), (2, 2, 2)])
+def test_an_operation_takes_as_many_times_longer_as_its_factor_says(
+    hosts: int, ranks: int, cores: int
+) -> None:
+    """Flags, turns and messages too, so that what was measured is predicted; compute does not."""
+    factor = OperationFactor("all_reduce", ranks, 64 << 10, 1.5)
+    link = link_of(shares_cores=True) if hosts > 1 else None
+    parts = Machine(hosts, ranks, replace(HOST, cores=cores), link)
+    known = replace(
+        parts,
+        host=replace(parts.host, operations=(factor,)),
+        link=None if link is None else replace(link, operations=(factor,)),
+    )
+    operation, other = Operation("all_reduce", 64 << 10), Operation("broadcast", 64 << 10)
+    measured_s = 1.5 * steady_state_seconds(operation, parts)
+    assert steady_state_seconds(operation, known) == pytest.approx(measured_s, rel=1e-6)
+    assert steady_state_seconds(other, known) == steady_state_seconds(other, parts)
+    pause = [Operation("all_reduce", 64 << 10), Pause((1.0,))]
+    assert predict(pause, known).seconds < 1.1 * ranks
+
+
+@pytest.mark.parametrize("whole_s", [0.5, 0.2, 0.1])
+@pytest.mark.parametrize("cores", [64, 2])
+def test_a_step_that_was_timed_as_a_whole_is_predicted_so(whole_s: float, cores: int) -> None:
+    """With other ranks and buckets, too, its buckets cost more or its compute less."""
+    host = replace(HOST, cores=cores)
+    times = StepTimes(4, 0.04, 0.08, 0.01, (0.02, 0.08), whole_s * (1 if cores == 64 else 2))
+    step = StepCalibration("a model", (MB, 7 * MB), "float32", (times,))
+    assert predict_step(step, Machine(1, 4, host)).seconds == pytest.approx(times.whole_s, rel=0.01)
+    parts = replace(step, times=(replace(times, whole_s=0.0),))
+    longer = (
+        predict_step(step, Machine(1, 4, host)).seconds > predict_step(parts, Machine(1, 4, host)).seconds
+    )
+    more = (
+        predict_step(step, Machine(4, 4, host, link_of())),
+        predict_step(parts, Machine(4, 4, host, link_of())),
+    )
+    assert (more[0].seconds > more[1].seconds) == longer

@@ -187,6 +187,7 @@ class _Measurement:
         """Return what was measured, and the rest from the file."""
         from torchestra.launcher.cores import usable_cores
         from torchestra.performance.calibration import Calibration
+        from torchestra.performance.fitting import fit_link_operations
         from torchestra.performance.host import HostOptions, measure_host
         from torchestra.performance.step_timing import measure_step
 
@@ -204,7 +205,9 @@ class _Measurement:
             assert measured is not None
             self._spread["link"] = measured.spread
             host = replace(calibration.host, per_op_s={**calibration.host.per_op_s, **measured.per_op_s})
-            calibration = replace(calibration, host=host, link=measured.link)
+            progress("fitting operations over both hosts")
+            link = fit_link_operations(host, measured.link, measured.operations)
+            calibration = replace(calibration, host=host, link=link)
         if options.step and options.only in (None, "step"):
             ranks = _counts(options.step_nproc) or (1, usable_cores())
             step, spread = measure_step(options.step, ranks, 2 * options.seconds, options.quantile, progress)

@@ -11,15 +11,24 @@ LogP Model", 1995), and, for the processor's time by byte, of LogGOPS (Hoefler a
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import InvalidArgumentError
 from torchestra.performance.decoding import decode, encode
+from torchestra.performance.interpolation import (
+    OperationFactor,
+    Rate,
+    Slowdown,
+    SwitchTime,
+    check_numbers,
+    is_fit,
+    rate_at,
+    slowdown_at,
+)
 
 __all__ = [
     "VERSION",
@@ -28,6 +37,7 @@ __all__ = [
     "HostCalibration",
     "LinkCalibration",
     "LinkClass",
+    "OperationFactor",
     "Rate",
     "Slowdown",
     "StepCalibration",
@@ -37,66 +47,8 @@ __all__ = [
     "slowdown_at",
 ]
 
-VERSION = 2
+VERSION = 3
 """Of the file. A file of another version is refused."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The speed of each of ``ranks`` ranks of a host that do the same at once.
-
-    An operation goes through tensors of a rank and through buffers that ranks share. What it goes through
-    each time comes from the level of the caches that all of it fits into.
-
-    Attributes:
-        ranks: how many. They share memory's bandwidth and the caches; beyond the cores they take turns, and
-            the time for which others have the core does not count.
-        working_set_bytes: the memory that a rank goes through each time: its tensors and its buffer.
-        bytes_per_s: of one rank: for a copy, bytes copied; for a reduction, bytes read from all sources.
-    """
-
-    ranks: int
-    working_set_bytes: int
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        _check(self, positive=("ranks", "working_set_bytes", "bytes_per_s"))
-
-
-@dataclass(frozen=True)
-class SwitchTime:
-    """The time of a switch between ranks that wait for each other, more than there are cores.
-
-    Attributes:
-        ranks: how many are on the host.
-        switch_s: what one switch takes for small operations of them to take what was measured. It has more
-            than the system's switch in it: switches to ranks that have to wait on, and caches that others
-            have used.
-    """
-
-    ranks: int
-    switch_s: float
-
-    def __post_init__(self) -> None:
-        _check(self, positive=("ranks",))
-
-
-@dataclass(frozen=True)
-class Slowdown:
-    """By how much longer something takes in an operation of several ranks than by itself.
-
-    Attributes:
-        ranks: how many are on the host.
-        operation_bytes: what each rank puts into the operation.
-        factor: how many times as long.
-    """
-
-    ranks: int
-    operation_bytes: int
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check(self, positive=("ranks", "operation_bytes", "factor"))
 
 
 @dataclass(frozen=True)
@@ -126,6 +78,7 @@ class HostCalibration:
             because they may not, or are not faster so (engine/kernels/single_copy.py).
         call_slowdowns: of calls, :attr:`call_s` and ``call.NAME``.
         work_slowdowns: of copies and reductions.
+        operations: of whole operations, beyond all of these.
     """
 
     cores: int
@@ -142,9 +95,10 @@ class HostCalibration:
     peer_read: tuple[Rate, ...] = ()
     call_slowdowns: tuple[Slowdown, ...] = ()
     work_slowdowns: tuple[Slowdown, ...] = ()
+    operations: tuple[OperationFactor, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self, positive=("cores", "time_slice_s"))
+        check_numbers(self, positive=("cores", "time_slice_s"))
         ranks = [each.ranks for each in self.switches]
         if ranks != sorted(set(ranks)):
             raise InvalidArgumentError(
@@ -154,7 +108,7 @@ class HostCalibration:
             if not getattr(self, name):
                 raise InvalidArgumentError(f"HostCalibration.{name} must have at least one rate, it has none")
         for name, seconds in self.per_op_s.items():
-            if not _is_fit(seconds):
+            if not is_fit(seconds):
                 raise InvalidArgumentError(f"HostCalibration.per_op_s[{name!r}] must be >= 0, got {seconds}")
 
     def switch_at(self, ranks: int) -> float:
@@ -193,6 +147,17 @@ class HostCalibration:
         return rate_at(self.reduce, working_set_bytes, ranks)
 
 
+_LINK_SECONDS = (
+    "latency_s",
+    "send_overhead_s",
+    "receive_overhead_s",
+    "gap_s",
+    "gap_per_byte_s",
+    "send_overhead_per_byte_s",
+    "receive_overhead_per_byte_s",
+)
+
+
 @dataclass(frozen=True)
 class LinkClass:
     """The times of messages up to a size, between two hosts over the engine's own transport.
@@ -221,7 +186,14 @@ class LinkClass:
     receive_overhead_per_byte_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, positive=("up_to_bytes",))
+        check_numbers(self, positive=("up_to_bytes",))
+
+    def times(self, factor: float) -> LinkClass:
+        """Return the class of messages that take ``factor`` times as long."""
+        if factor == 1.0:
+            return self
+        seconds = {name: factor * getattr(self, name) for name in _LINK_SECONDS}
+        return replace(self, **seconds)
 
 
 @dataclass(frozen=True)
@@ -232,11 +204,13 @@ class LinkCalibration:
         classes: by size, in rising order; only the last one has no limit.
         bridge: what was measured: ``"curve"``, ``"gloo"``, ``"mpi"``.
         shares_cores: both hosts were one machine's namespaces, so that they shared its cores.
+        operations: by how much longer operations of both hosts take over it than their parts.
     """
 
     classes: tuple[LinkClass, ...]
     bridge: str = "curve"
     shares_cores: bool = False
+    operations: tuple[OperationFactor, ...] = ()
 
     def __post_init__(self) -> None:
         limits = [each.up_to_bytes for each in self.classes]
@@ -260,12 +234,16 @@ class LinkCalibration:
 class StepTimes:
     """The times of a training step's compute where ``ranks`` ranks of a host compute at once.
 
+    Where they are more than its cores, the time for which others have the core does not count.
+
     Attributes:
-        ranks: how many, more than cores or not.
+        ranks: how many.
         forward_s: the forward pass and the loss.
         backward_s: the backward pass, without any communication.
         optimizer_s: the rest: the optimizer's step, and setting gradients to zero.
         ready_s: by bucket, in the order in which they are reduced: when it is ready, since backward began.
+        whole_s: from one step to the next under DistributedDataParallel, in which these ranks' gradients are
+            reduced; 0 if it was not measured.
     """
 
     ranks: int
@@ -273,10 +251,11 @@ class StepTimes:
     backward_s: float
     optimizer_s: float
     ready_s: tuple[float, ...]
+    whole_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, positive=("ranks",))
-        if not all(_is_fit(each) for each in self.ready_s) or list(self.ready_s) != sorted(self.ready_s):
+        check_numbers(self, positive=("ranks",))
+        if not all(is_fit(each) for each in self.ready_s) or list(self.ready_s) != sorted(self.ready_s):
             raise InvalidArgumentError(
                 f"StepTimes.ready_s must be >= 0 and must not fall, got {list(self.ready_s)}"
             )
@@ -291,17 +270,15 @@ class StepCalibration:
         bucket_bytes: the sizes of the buckets of gradients, in the order in which they are reduced.
         dtype: of the gradients.
         times: by the number of ranks of a host, in rising order.
-        bucket_cost_s: of the processor, to begin the reduction of one bucket and to end it.
     """
 
     name: str
     bucket_bytes: tuple[int, ...]
     dtype: str
     times: tuple[StepTimes, ...]
-    bucket_cost_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_numbers(self)
         if not self.times or [each.ranks for each in self.times] != sorted(
             {each.ranks for each in self.times}
         ):
@@ -344,7 +321,7 @@ class Conditions:
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -385,63 +362,3 @@ class Calibration:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"the calibration {path} is wrong: {error}") from error
         return calibration
-
-
-def rate_at(rates: tuple[Rate, ...], working_set_bytes: int, ranks: int) -> float:
-    """Return the rate for a working set and a number of ranks, between those that were measured.
-
-    The time by byte is interpolated over the logarithm of the working set, then over the number of ranks;
-    beyond the ends of the table its ends are taken.
-    """
-    points = [(each.ranks, each.working_set_bytes, 1 / each.bytes_per_s) for each in rates]
-    return 1 / _interpolated(points, working_set_bytes, ranks)
-
-
-def slowdown_at(slowdowns: tuple[Slowdown, ...], operation_bytes: int, ranks: int) -> float:
-    """Return the factor for an operation and a number of ranks, interpolated likewise; 1 if none is known."""
-    points = [(each.ranks, each.operation_bytes, each.factor) for each in slowdowns]
-    return _interpolated(points, operation_bytes, ranks) if points else 1.0
-
-
-_Point = tuple[int, int, float]
-"""A number of ranks, bytes, and what was measured."""
-
-
-def _interpolated(points: Sequence[_Point], nbytes: int, ranks: int) -> float:
-    by_ranks = sorted({each[0] for each in points})
-    above = min(bisect_left(by_ranks, ranks), len(by_ranks) - 1)
-    below = above if by_ranks[above] <= ranks else max(0, above - 1)
-    low, high = (_of_ranks(points, by_ranks[index], nbytes) for index in (below, above))
-    if below == above:
-        return low
-    return low + (ranks - by_ranks[below]) / (by_ranks[above] - by_ranks[below]) * (high - low)
-
-
-def _of_ranks(points: Sequence[_Point], ranks: int, nbytes: int) -> float:
-    """Interpolate for a number of ranks that was measured."""
-    known = sorted((size, value) for number, size, value in points if number == ranks)
-    sizes = [size for size, _ in known]
-    above = min(bisect_left(sizes, nbytes), len(sizes) - 1)
-    (low, low_value), (high, high_value) = known[max(0, above - 1)], known[above]
-    if nbytes >= high or low == high:
-        return high_value
-    if nbytes <= low:
-        return low_value
-    return low_value + math.log(nbytes / low) / math.log(high / low) * (high_value - low_value)
-
-
-def _check(record: object, positive: tuple[str, ...] = ()) -> None:
-    """Refuse numbers of a record that are negative, infinite or NaN, or 0 where that makes no sense."""
-    for each in fields(record):  # type: ignore[arg-type]
-        value = getattr(record, each.name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not _is_fit(value) or (each.name in positive and value == 0):
-            rule = "> 0" if each.name in positive else ">= 0"
-            raise InvalidArgumentError(
-                f"{type(record).__name__}.{each.name} must be a finite number {rule}, got {value}"
-            )
-
-
-def _is_fit(value: float) -> bool:
-    return math.isfinite(value) and value >= 0

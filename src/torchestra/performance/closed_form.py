@@ -12,7 +12,9 @@ from torchestra.engine.memory.arena import layout_for
 from torchestra.engine.multihost.chunking import chunk_ends
 from torchestra.engine.multihost.grid import grid_of
 from torchestra.engine.tuned_thresholds import choices_for_group
+from torchestra.performance.costs import Costs
 from torchestra.performance.machine import Machine
+from torchestra.performance.schedule import Begin
 from torchestra.performance.workload import Operation, Pause, Step, Workload
 
 __all__ = ["estimate"]
@@ -38,7 +40,10 @@ def _one(each: Operation | Pause, machine: Machine) -> float | None:
     if each.name not in ("all_reduce", "barrier"):
         return None
     nbytes = 0 if each.name == "barrier" else each.nbytes
-    return _on_one_host(each.name, nbytes, machine) if machine.hosts == 1 else _over_hosts(nbytes, machine)
+    factor = Costs(machine).factor_of(Begin(each.name, each.nbytes))
+    if machine.hosts == 1:
+        return factor * _on_one_host(each.name, nbytes, machine)
+    return factor * _over_hosts(nbytes, machine)
 
 
 def _step(step: Step, machine: Machine) -> float:

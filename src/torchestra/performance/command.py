@@ -197,8 +197,9 @@ def _link(options: argparse.Namespace, measured: LinkCalibration | None) -> Link
         changes["gap_per_byte_s"] = 8 / _quantity("--bandwidth", options.bandwidth, _RATE_UNITS)
     bare = LinkCalibration((LinkClass(None, 0.0, 0.0, 0.0, 0.0, 0.0),))
     link = measured or bare
-    # Another link is one between machines of their own.
-    return replace(link, classes=tuple(replace(each, **changes) for each in link.classes), shares_cores=False)
+    classes = tuple(replace(each, **changes) for each in link.classes)
+    # Another link is one between machines of their own, and over it no operation has been timed.
+    return replace(link, classes=classes, shares_cores=False, operations=())
 
 
 def _quantity(name: str, text: str, units: Mapping[str, float]) -> float:

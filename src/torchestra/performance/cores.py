@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 
 __all__ = ["Action", "Cores", "EventQueue"]
 
 Action = Callable[[float], None]
+
+
+@dataclass
+class _Request:
+    """A thread's wish for a core: for how long, what to call then, and see :meth:`Cores.run`."""
+
+    seconds: float
+    done: Action
+    who: object
+    computes: bool
+    factor: float
 
 
 class EventQueue:
@@ -50,53 +62,68 @@ class Cores:
         self._switch_s = switch_s
         self._slice_s = slice_s
         self._idle_s = idle_s
-        self._queue: list[tuple[bool, int, float, Action, object]] = []
+        self._queue: list[tuple[bool, int, _Request]] = []
         self._asked = 0
         self._ending: object = None
         self._ended = 0.0
-        self._again: tuple[float, float, Action] | None = None
+        self._again: tuple[float, _Request] | None = None
 
     def run(
-        self, time_s: float, seconds: float, done: Action, *, who: object, computes: bool = False
+        self,
+        time_s: float,
+        seconds: float,
+        done: Action,
+        *,
+        who: object,
+        computes: bool = False,
+        factor: float = 1.0,
     ) -> None:
         """Let ``who`` have a core for ``seconds`` from ``time_s`` or later on; call ``done`` with the end.
 
         A thread keeps its core if ``done`` asks again for it, for a time before the next switch.
-        """
-        if who is self._ending and time_s <= self._ended + self._switch_s and not computes:
-            self._again = time_s, seconds, done
-            return
-        self._events.at(time_s, lambda now: self._ask(now, seconds, done, computes, who))
 
-    def _ask(self, now: float, seconds: float, done: Action, computes: bool, who: object) -> None:
+        Args:
+            computes: it gives way to others.
+            factor: how many times as long a core takes to get to ``who``.
+        """
+        request = _Request(seconds, done, who, computes, factor)
+        if who is self._ending and time_s <= self._ended + factor * self._switch_s and not computes:
+            self._again = time_s, request
+            return
+        self._events.at(time_s, lambda now: self._ask(now, request))
+
+    def _ask(self, now: float, request: _Request) -> None:
         if self._free:
             self._free -= 1
-            self._take(now + self._idle_s, seconds, done, computes, who)
+            self._take(now + request.factor * self._idle_s, request)
         else:
-            self._asked += 1
-            heapq.heappush(self._queue, (computes, self._asked, seconds, done, who))
+            self._enter(request)
 
-    def _take(self, now: float, seconds: float, done: Action, computes: bool, who: object) -> None:
-        part = min(seconds, self._slice_s) if computes else seconds
-        self._events.at(now + part, lambda end: self._release(end, seconds - part, done, computes, who))
+    def _enter(self, request: _Request) -> None:
+        self._asked += 1
+        heapq.heappush(self._queue, (request.computes, self._asked, request))
 
-    def _release(self, now: float, rest_s: float, done: Action, computes: bool, who: object) -> None:
-        if rest_s > 0 and not self._queue:
-            self._take(now, rest_s, done, computes, who)
+    def _take(self, now: float, request: _Request) -> None:
+        part = min(request.seconds, self._slice_s) if request.computes else request.seconds
+        request.seconds -= part
+        self._events.at(now + part, lambda end: self._release(end, request))
+
+    def _release(self, now: float, request: _Request) -> None:
+        if request.seconds > 0 and not self._queue:
+            self._take(now, request)
             return
-        if rest_s > 0:
-            self._asked += 1
-            heapq.heappush(self._queue, (computes, self._asked, rest_s, done, who))
+        if request.seconds > 0:
+            self._enter(request)
         else:
-            self._ending, self._ended = who, now
-            done(now)
+            self._ending, self._ended = request.who, now
+            request.done(now)
             self._ending, again, self._again = None, self._again, None
             if again is not None:
-                time_s, seconds, done = again
-                self._take(max(now, time_s), seconds, done, False, who)
+                time_s, following = again
+                self._take(max(now, time_s), following)
                 return
         if self._queue:
-            other_computes, _, seconds, other, other_who = heapq.heappop(self._queue)
-            self._take(now + self._switch_s, seconds, other, other_computes, other_who)
+            _, _, following = heapq.heappop(self._queue)
+            self._take(now + following.factor * self._switch_s, following)
         else:
             self._free += 1

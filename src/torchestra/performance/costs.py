@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchestra.performance.interpolation import factor_at
 from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import (
+    Begin,
     Compute,
     Copy,
     Event,
@@ -17,7 +19,7 @@ from torchestra.performance.schedule import (
     WriteMiss,
 )
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "LaneCosts"]
 
 
 class Costs:
@@ -29,6 +31,7 @@ class Costs:
         self._machine = machine
         self._at_once = ranks
         self._rates: dict[tuple[type, int, int], float] = {}
+        self._factors: dict[Begin, float] = {}
         self._calls = host.call_slowdown(ranks)
         self._tables: dict[type, Callable[[int, int], float]] = {
             Copy: host.copy_bytes_per_s,
@@ -61,6 +64,38 @@ class Costs:
             return costs.get(event.name, 0.0)
         return 0.0
 
+    def factor_of(self, event: Begin) -> float:
+        """Return how many times as long an operation takes as its parts."""
+        factor = self._factors.get(event)
+        if factor is None:
+            machine = self._machine
+            known = machine.link.operations if machine.hosts > 1 and machine.link else machine.host.operations
+            ranks = machine.ranks_per_host
+            factor = factor_at(known, event.name, event.operation_bytes, ranks)
+            self._factors[event] = factor
+        return factor
+
     def _rate(self, event: Copy | LocalCopy | Fetch | PeerRead | Reduce) -> float:
         by_itself = self._tables[type(event)](event.working_set_bytes, self._at_once)
         return by_itself / self._machine.host.work_slowdown(event.operation_bytes, self._at_once)
+
+
+class LaneCosts:
+    """The costs of one lane's events, which are taken in their order.
+
+    Attributes:
+        factor: how many times as long everything takes in the operation that the lane is in.
+    """
+
+    def __init__(self, costs: Costs, rank: int) -> None:
+        self._costs, self._rank = costs, rank
+        self.factor = 1.0
+
+    def begin(self, event: Begin) -> None:
+        """Enter an operation."""
+        self.factor = self._costs.factor_of(event)
+
+    def seconds_of(self, event: Event) -> float:
+        """Return how long a core is kept."""
+        seconds = self._costs.seconds_of(event, self._rank)
+        return seconds if isinstance(event, Compute) else self.factor * seconds

@@ -6,26 +6,39 @@ the core next is up to the system. So a few operations are timed as well, and th
 they are predicted best: what a switch between ranks takes, by how much calls are slower, and by how much
 work on memory is, by size. No operation alone tells: how often a core goes from rank to rank depends on which
 of them comes first, in the simulation and on the machine.
+
+What is left is a factor for each operation that was timed (:func:`fit_factors`), which holds for it as a
+whole. Of other sizes and numbers of ranks it is interpolated, so there the parts tell how time grows with
+both, and beyond what was measured they do so alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torchestra.engine.operations import COLLECTIVES
 from torchestra.monitor.operation_timing import Cell
-from torchestra.performance.calibration import HostCalibration, Slowdown, SwitchTime
+from torchestra.performance.calibration import (
+    HostCalibration,
+    LinkCalibration,
+    OperationFactor,
+    Slowdown,
+    SwitchTime,
+)
 from torchestra.performance.machine import Machine
-from torchestra.performance.prediction import steady_state
+from torchestra.performance.prediction import steady_state, steady_state_seconds
 from torchestra.performance.workload import Operation
 
-__all__ = ["cells_to_fit", "fit_operations"]
+__all__ = ["cells_to_fit", "fit_factors", "fit_host", "fit_link_operations", "fit_operations"]
 
 _SMALL_BYTES = 4
 _SMALL = (
+    "barrier",
     "all_reduce",
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
@@ -35,7 +48,7 @@ _SMALL = (
     "scan",
 )
 _LARGE = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-_LARGE_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
+_SIZES = (_SMALL_BYTES, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 _MAX_BYTES = 256 << 20
 """Of the results of all ranks together."""
 
@@ -47,11 +60,22 @@ _Case = tuple[Callable[[Machine], float], float]
 """How long an operation takes on a machine, and what was measured."""
 
 
-def cells_to_fit(ranks: int) -> list[Cell]:
-    """Return the operations to time with so many ranks."""
-    small = [Cell("barrier", "float32", 0), *(Cell(name, "float32", _SMALL_BYTES) for name in _SMALL)]
-    sizes = [nbytes for nbytes in _LARGE_BYTES if nbytes * ranks * ranks <= _MAX_BYTES]
-    return small + [Cell(name, "float32", nbytes) for nbytes in sizes for name in _LARGE]
+def cells_to_fit(ranks: int, sizes: Sequence[int] = _SIZES, names: Iterable[str] = COLLECTIVES) -> list[Cell]:
+    """Return the operations to time with so many ranks: all collectives, each of a few sizes."""
+    sizes = [nbytes for nbytes in sizes if nbytes * ranks * ranks <= _MAX_BYTES]
+    return [
+        Cell(name, "float32", nbytes)
+        for name in names
+        for nbytes in ([0] if COLLECTIVES[name].input is None else sizes)
+    ]
+
+
+def fit_host(host: HostCalibration, measured: Mapping[int, Mapping[Operation, float]]) -> HostCalibration:
+    """Return a host's calibration with what the seconds of operations tell, by the number of ranks."""
+    for ranks, found in sorted(measured.items()):
+        host = fit_operations(host, ranks, found)
+    factors = [fit_factors(Machine(1, ranks, host), found) for ranks, found in sorted(measured.items())]
+    return replace(host, operations=tuple(itertools.chain(*factors)))
 
 
 def fit_operations(host: HostCalibration, ranks: int, measured: Mapping[Operation, float]) -> HostCalibration:
@@ -59,6 +83,8 @@ def fit_operations(host: HostCalibration, ranks: int, measured: Mapping[Operatio
     cases: defaultdict[int, list[_Case]] = defaultdict(list)
     for operation, seconds in measured.items():
         nbytes = max(operation.nbytes, _SMALL_BYTES)
+        if operation.name not in (_SMALL if nbytes == _SMALL_BYTES else _LARGE):
+            continue
         cases[nbytes].append((steady_state(operation, Machine(1, ranks, host)), seconds))
     small = cases.pop(_SMALL_BYTES)
     switch_s, calls = host.switch_s, 1.0
@@ -76,6 +102,31 @@ def fit_operations(host: HostCalibration, ranks: int, measured: Mapping[Operatio
         call_slowdowns=(*host.call_slowdowns, Slowdown(ranks, _SMALL_BYTES, calls)),
         work_slowdowns=(*host.work_slowdowns, *work),
     )
+
+
+def fit_link_operations(
+    host: HostCalibration, link: LinkCalibration, measured: Mapping[int, Mapping[Operation, float]]
+) -> LinkCalibration:
+    """Return a link's calibration with what operations of two hosts tell, by the ranks on each.
+
+    Args:
+        host: has the costs of operations over several hosts, which were measured with the link.
+    """
+    factors = [fit_factors(Machine(2, ranks, host, link), found) for ranks, found in measured.items()]
+    return replace(link, operations=tuple(itertools.chain(*factors)))
+
+
+def fit_factors(machine: Machine, measured: Mapping[Operation, float]) -> list[OperationFactor]:
+    """Return how many times as long operations took on a machine as is predicted of their parts."""
+    return [
+        OperationFactor(
+            operation.name,
+            machine.ranks_per_host,
+            operation.nbytes,
+            seconds / steady_state_seconds(operation, machine),
+        )
+        for operation, seconds in measured.items()
+    ]
 
 
 def _machine(

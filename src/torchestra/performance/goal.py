@@ -18,11 +18,12 @@ from typing import IO
 
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import InvalidArgumentError
-from torchestra.performance.costs import Costs
+from torchestra.performance.costs import Costs, LaneCosts
 from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import (
     AwaitFlag,
     AwaitSignal,
+    Begin,
     Event,
     Lane,
     Receive,
@@ -108,7 +109,7 @@ class _Writer:
 
     def _lines(self, rank: int, lane: Lane) -> Iterator[tuple[Event, str]]:
         """Yield the events of a lane with their lines, but for label and cpu."""
-        flags = 0
+        flags, costs = 0, LaneCosts(self._costs, rank)
         received: set[_Flag] = set()
         for event in lane.events:
             if isinstance(event, SetFlag):
@@ -127,8 +128,10 @@ class _Writer:
                     yield event, f"{way} {event.nbytes}b {preposition} {other} tag {2 * event.tag}"
             elif isinstance(event, Signal | AwaitSignal):
                 yield event, "calc 0"
+            elif isinstance(event, Begin):
+                costs.begin(event)
             else:
-                yield event, f"calc {round(self._costs.seconds_of(event, rank) * 1e9)}"
+                yield event, f"calc {round(costs.seconds_of(event) * 1e9)}"
 
     def _ranks(self, hosts: Sequence[int], lane: Lane) -> list[int]:
         return [host * self._per_host + lane.local_rank for host in hosts]

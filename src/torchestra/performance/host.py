@@ -12,7 +12,7 @@ from torchestra.launcher.api import launch
 from torchestra.launcher.cores import usable_cores
 from torchestra.monitor.operation_timing import Cell, time_operations
 from torchestra.performance.calibration import HostCalibration, Rate
-from torchestra.performance.fitting import cells_to_fit, fit_operations
+from torchestra.performance.fitting import cells_to_fit, fit_host
 from torchestra.performance.host_timing import (
     RateSamples,
     time_rates,
@@ -20,6 +20,7 @@ from torchestra.performance.host_timing import (
     time_waits,
     working_set_bytes,
 )
+from torchestra.performance.operation_rounds import join_and_time
 from torchestra.performance.rank_log import READ_CALL
 from torchestra.performance.sampling import Measured, check_quantile, summarise
 from torchestra.performance.workload import Operation
@@ -33,6 +34,7 @@ _TENSOR_BYTES = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 <
 _RATES = ("copy", "fetch", "reduce", "peer_read")
 _MAX_BYTES = 1 << 29  # of all ranks' tensors together
 _MAX_RANKS = 16
+_SHARES = 25  # of the time for a number: an operation has one of them
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,23 @@ def measure_host(options: HostOptions, progress: Progress) -> tuple[HostCalibrat
     if host.peer_read:
         call_s = summarise(read_calls, options.quantile).value
         host = replace(host, per_op_s={**host.per_op_s, READ_CALL: call_s})
+    measured: dict[int, dict[Operation, float]] = {}
     for ranks in counts:
         progress(f"operations of {ranks} ranks")
-        cells = cells_to_fit(ranks)
-        timings = launch(time_operations, ranks, cells, options.seconds / len(cells), False)[0]
-        measured = {
-            Operation(cell.operation, cell.nbytes): timing.median_us / 1e6
-            for cell, timing in zip(cells, timings, strict=True)
-        }
-        host = fit_operations(host, ranks, measured)
-    return host, spread
+        measured[ranks] = _measured_operations(ranks, options)
+    progress("fitting the operations")
+    return fit_host(host, measured), spread
+
+
+def _measured_operations(ranks: int, options: HostOptions) -> dict[Operation, float]:
+    """Return the seconds of some operations of so many ranks."""
+    cells = cells_to_fit(ranks)
+    times = launch(join_and_time, ranks, cells, options.seconds / _SHARES)[0]
+    return {
+        Operation(cell.operation, cell.nbytes): seconds
+        for cell, seconds in zip(cells, times, strict=True)
+        if seconds is not None
+    }
 
 
 def _measured_waits(options: HostOptions) -> dict[str, Measured]:

@@ -4,16 +4,18 @@ Timed are, for messages of several sizes: round trips; streams in one direction,
 their way, and the processor time of both processes meanwhile; and streams in both directions at once. The
 terms of LogGOPS are fitted to these (:func:`fit_link`), in classes by size. Then small operations of the two
 ranks are timed, which tell what an exchange between hosts takes in an operation besides its messages
-(:func:`fit_costs`).
+(:func:`fit_costs`); and at last operations of several sizes, with one rank on each of the two hosts and with
+more, for fitting.py:fit_factors.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from torchestra.engine.operations import BARRIER, pack
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitor.operation_timing import Cell, prepare, time_call
 from torchestra.performance.calibration import LinkCalibration, LinkClass
+from torchestra.performance.fitting import cells_to_fit
+from torchestra.performance.operation_rounds import time_rounds
 from torchestra.performance.recording import Recorder
 from torchestra.performance.sampling import summarise
 from torchestra.performance.schedule import Overhead
@@ -59,6 +63,10 @@ _SMALL = (
     ),
 )
 """Operations in which hosts exchange messages once, twice and four times."""
+
+_OPERATIONS = (*(cell.operation for cell in _SMALL), "reduce")
+_OPERATION_SIZES = (4, 4 << 10, 32 << 10, 256 << 10, 2 << 20)
+_SHARES = 100  # of the time for the link: an operation has one of them
 
 
 @dataclass(frozen=True)
@@ -102,11 +110,13 @@ class LinkMeasurement:
         link: the link.
         per_op_s: ``multihost_call``, ``bridge_begin`` and ``local_step``.
         times: what was measured, by size in bytes.
+        operations: the seconds of operations, by the number of ranks on each of the two hosts.
     """
 
     link: LinkCalibration
     per_op_s: Mapping[str, float]
     times: Mapping[int, MessageTimes]
+    operations: Mapping[int, Mapping[Operation, float]] = field(default_factory=dict)
 
     @property
     def spread(self) -> float:
@@ -140,8 +150,34 @@ def measure_link(seconds: float, quantile: float, progress: Callable[[str], None
     if dist.get_rank(pair) >= 0:
         measurement = _Pair(pair, quantile).measure(seconds, progress)
         dist.destroy_process_group(pair)
+    operations = {}
+    for ranks in _counts(min(len(members) for members in hosts.members[:2])):
+        if measurement is not None:
+            progress(f"operations of {ranks} ranks on each host")
+        operations[ranks] = _operations(hosts.members[:2], ranks, seconds / _SHARES)
+    return None if measurement is None else replace(measurement, operations=operations)
+
+
+def _counts(most: int) -> list[int]:
+    """Return numbers of ranks on each host: the powers of two up to the most, and the most."""
+    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+
+
+def _operations(members: Sequence[Sequence[int]], ranks: int, seconds: float) -> dict[Operation, float]:
+    """Return the seconds of operations of some ranks on each host; other ranks return nothing."""
+    group = dist.new_group(sorted(itertools.chain(*(on_host[:ranks] for on_host in members))))
+    found = {}
+    if dist.get_rank(group) >= 0:
+        cells = cells_to_fit(len(members) * ranks, _OPERATION_SIZES, _OPERATIONS)
+        times = time_rounds(cells, seconds, group, stops=True)
+        found = {
+            Operation(cell.operation, cell.nbytes): each
+            for cell, each in zip(cells, times, strict=True)
+            if each is not None
+        }
+        dist.destroy_process_group(group)
     dist.barrier()
-    return measurement
+    return found
 
 
 class _Pair:

@@ -68,6 +68,7 @@ class Network:
         self._received_until: defaultdict[int, float] = defaultdict(float)
         self._busy_until: defaultdict[_End, float] = defaultdict(float)
         self._inboxes: defaultdict[_Message, _Inbox] = defaultdict(_Inbox)
+        self._classes: dict[tuple[int, float], LinkClass] = {}
         self._sends_left: Counter[tuple[int, int]] = Counter()
         self._mirrored: defaultdict[tuple[int, int], list[tuple[int, Times]]] = defaultdict(list)
         self.messages = self.nbytes = 0
@@ -82,50 +83,55 @@ class Network:
                 elif isinstance(event, Send) and lane.host == self._stand_in:
                     self._sends_left[lane.local_rank, event.tag] += 1
 
-    def send(self, now: float, host: int, rail: int, event: Send) -> None:
-        """Begin to send, at ``now``."""
-        number, nbytes, link = len(event.hosts), event.nbytes, self._class(event.nbytes)
+    def send(self, now: float, host: int, rail: int, event: Send, factor: float = 1.0) -> None:
+        """Begin to send, at ``now``; all that is done for it takes ``factor`` times as long."""
+        number, nbytes, link = len(event.hosts), event.nbytes, self._class(event.nbytes, factor)
         self.messages += number
         self.nbytes += number * nbytes
         cost = link.send_overhead_s + nbytes * link.send_overhead_per_byte_s
         start = max(now, self._busy_until[host, rail])
-        gap = self._gap(host, nbytes)
+        gap = self._gap(host, nbytes, link)
         index = np.arange(1, number + 1)
         first = max(start + link.send_overhead_s, self._sent_until[host])
         left = np.maximum(start + cost * index, first + gap * index)
-        self._work(start, host, rail, cost * number)
+        self._work(start, host, rail, cost * number, factor)
         self._sent_until[host] = float(left[-1])
         begins = left - gap + link.latency_s
         for position, other in enumerate(event.hosts):
             if other in self._recorded:
-                self._arrive(other, rail, event.tag, nbytes, begins[position : position + 1])
+                self._arrive(other, rail, event.tag, nbytes, begins[position : position + 1], factor)
         if host == self._stand_in:
             elsewhere = np.fromiter((other not in self._recorded for other in event.hosts), bool, number)
-            self._mirror(rail, event, begins[elsewhere])
+            self._mirror(rail, event, begins[elsewhere], factor)
 
-    def receive(self, now: float, host: int, rail: int, event: Receive, done: Action) -> None:
+    def receive(
+        self, now: float, host: int, rail: int, event: Receive, done: Action, factor: float = 1.0
+    ) -> None:
         """Call ``done`` with the time at which all messages of a tag have come, or with ``now``."""
         inbox = self._inboxes[host, rail, event.tag]
         if inbox.unrecorded and (rail, event.tag) not in self._sends_left:
             # The host that stands for others has nothing to send here: its piece is empty. Others have.
-            link, number = self._class(event.nbytes), inbox.unrecorded
+            link, number = self._class(event.nbytes, factor), inbox.unrecorded
             inbox.unrecorded = 0
             begins = np.full(number, now + link.send_overhead_s + link.latency_s)
-            self._arrive(host, rail, event.tag, event.nbytes, begins)
+            self._arrive(host, rail, event.tag, event.nbytes, begins, factor)
         if inbox.left:
             inbox.waiting = done
         else:
             done(max(now, inbox.last_s))
 
-    def _class(self, nbytes: int) -> LinkClass:
+    def _class(self, nbytes: int, factor: float) -> LinkClass:
+        """Return the times of a message in an operation that takes ``factor`` times as long as its parts."""
         assert self._machine.link is not None
-        return self._machine.link.of(nbytes)
+        found = self._classes.get((nbytes, factor))
+        if found is None:
+            found = self._classes[nbytes, factor] = self._machine.link.of(nbytes).times(factor)
+        return found
 
-    def _gap(self, host: int, nbytes: int) -> float:
-        link = self._class(nbytes)
+    def _gap(self, host: int, nbytes: int, link: LinkClass) -> float:
         return link.gap_s + nbytes * link.gap_per_byte_s / self._machine.slow_links.get(host, 1.0)
 
-    def _mirror(self, rail: int, event: Send, begins: Times) -> None:
+    def _mirror(self, rail: int, event: Send, begins: Times, factor: float) -> None:
         """Let the hosts that are not recorded send what the one that stands for them has sent."""
         key = rail, event.tag
         self._mirrored[key].append((event.nbytes, begins))
@@ -138,14 +144,15 @@ class Network:
         for host in self._recorded:
             number = self._inboxes[host, rail, event.tag].unrecorded
             if number and len(times):
-                self._arrive(host, rail, event.tag, longest, np.sort(np.resize(times, number)))
+                self._arrive(host, rail, event.tag, longest, np.sort(np.resize(times, number)), factor)
 
-    def _arrive(self, host: int, rail: int, tag: int, nbytes: int, begins: Times) -> None:
+    def _arrive(self, host: int, rail: int, tag: int, nbytes: int, begins: Times, factor: float) -> None:
         """Have messages come in, whose first bytes are there at these times."""
-        self._events.at(float(begins[0]), lambda now: self._take(host, rail, tag, nbytes, begins))
+        self._events.at(float(begins[0]), lambda now: self._take(host, rail, tag, nbytes, begins, factor))
 
-    def _take(self, host: int, rail: int, tag: int, nbytes: int, begins: Times) -> None:
-        link, gap = self._class(nbytes), self._gap(host, nbytes)
+    def _take(self, host: int, rail: int, tag: int, nbytes: int, begins: Times, factor: float) -> None:
+        link = self._class(nbytes, factor)
+        gap = self._gap(host, nbytes, link)
         index = np.arange(len(begins))
         free = np.maximum(begins, self._received_until[host])
         ends = np.maximum.accumulate(free - gap * index) + gap * (index + 1)
@@ -159,7 +166,7 @@ class Network:
                 lambda now: self._put(host, rail, tag, now, len(begins)),
             )
 
-        self._work(start, host, rail, cost * len(begins), done)
+        self._work(start, host, rail, cost * len(begins), factor, done)
 
     def _work(
         self,
@@ -167,6 +174,7 @@ class Network:
         host: int,
         rail: int,
         seconds: float,
+        factor: float,
         done: Callable[[float], None] = lambda end: None,
     ) -> None:
         """Keep the transport thread of a rank, and a core."""
@@ -180,7 +188,7 @@ class Network:
             self._busy_until[host, rail] = max(self._busy_until[host, rail], end)
             done(end)
 
-        cores.run(start, seconds, finish, who=(host, rail))
+        cores.run(start, seconds, finish, who=(host, rail), factor=factor)
 
     def _put(self, host: int, rail: int, tag: int, now: float, number: int) -> None:
         inbox = self._inboxes[host, rail, tag]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchestra.engine.kernels.selection import Choices
 from torchestra.errors import InvalidArgumentError
-from torchestra.performance.calibration import StepCalibration
+from torchestra.performance.calibration import HostCalibration, StepCalibration, StepTimes
 from torchestra.performance.machine import Machine
 from torchestra.performance.recording import Recorder
 from torchestra.performance.schedule import (
     AwaitSignal,
+    Begin,
     Compute,
     Event,
     Lane,
@@ -95,18 +96,55 @@ def step_of(calibration: StepCalibration, machine: Machine) -> Step:
     """Return a calibrated training step, with the times for as many ranks as compute at once."""
     ranks = machine.ranks if machine.shares_cores else machine.ranks_per_host
     times = calibration.at(ranks)
-    # Where ranks take turns, the measured times have the turns of others in them; the simulation adds these.
-    own = min(1.0, machine.host.cores / times.ranks) if times.ranks > machine.host.cores else 1.0
-    return Step(
-        times.forward_s * own,
-        times.backward_s * own,
-        times.optimizer_s * own,
+    step = Step(
+        times.forward_s,
+        times.backward_s,
+        times.optimizer_s,
         calibration.bucket_bytes,
-        tuple(each * own for each in times.ready_s),
+        times.ready_s,
         calibration.dtype,
-        # nn/parallel/reducer.py: between hosts, or where the host has cores to spare
-        overlaps=machine.hosts > 1 or machine.ranks_per_host < machine.host.cores,
-        bucket_cost_s=calibration.bucket_cost_s,
+        overlaps=_overlaps(machine),
+    )
+    return _as_a_whole(step, times, machine.host) if times.whole_s else step
+
+
+def _overlaps(machine: Machine) -> bool:
+    """Return whether reductions run while backward goes on (nn/parallel/reducer.py)."""
+    return machine.hosts > 1 or machine.ranks_per_host < machine.host.cores
+
+
+def _as_a_whole(step: Step, times: StepTimes, host: HostCalibration) -> Step:
+    """Return a step whose buckets cost what the whole one took longer than is predicted of its parts.
+
+    If it took less, its compute is shorter.
+    """
+    on_one_host = Machine(1, times.ranks, host)
+
+    def seconds(changed: Step) -> float:
+        return predict(replace(changed, overlaps=_overlaps(on_one_host)), on_one_host).seconds
+
+    parts_s = seconds(step)
+    longer_s = times.whole_s - parts_s
+    if longer_s >= 0:
+        cost_s = max(longer_s, 1e-6) / len(step.bucket_bytes)
+        more_s = seconds(replace(step, bucket_cost_s=cost_s)) - parts_s
+        return replace(step, bucket_cost_s=cost_s * longer_s / more_s)
+    shorter_s = parts_s - seconds(_shortened(step, _TENTH))
+    return _shortened(step, min(1 - _TENTH, _TENTH * -longer_s / shorter_s))
+
+
+_TENTH = 0.1
+
+
+def _shortened(step: Step, share: float) -> Step:
+    """Return the step with so much less of its compute."""
+    left = 1 - share
+    return replace(
+        step,
+        forward_s=left * step.forward_s,
+        backward_s=left * step.backward_s,
+        optimizer_s=left * step.optimizer_s,
+        ready_s=tuple(left * each for each in step.ready_s),
     )
 
 
@@ -169,7 +207,9 @@ class _Writer:
         recording = self._recorder.record(operation)
         for (host, local_rank), events in recording.events.items():
             moved: Iterable[Event] = shifted(events, self._flags[host], self._tags[host, local_rank])
-            self._lane(host, local_rank, name).events.extend(moved)
+            lane = self._lane(host, local_rank, name)
+            lane.events.append(Begin(operation.name, operation.nbytes))
+            lane.events.extend(moved)
         for host, flags in recording.flags.items():
             self._flags[host] += flags
         for end, tags in recording.tags.items():

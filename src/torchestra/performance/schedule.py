@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 __all__ = [
     "AwaitFlag",
     "AwaitSignal",
+    "Begin",
     "Compute",
     "Copy",
     "Event",
@@ -119,6 +120,14 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """Begin an operation: what follows takes longer by what is known of such operations as a whole."""
+
+    name: str
+    operation_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetFlag:
     """Set the rank's flag, which only grows, to ``value``."""
 
@@ -174,6 +183,7 @@ Event = (
     | Reduce
     | Compute
     | Overhead
+    | Begin
     | SetFlag
     | AwaitFlag
     | Signal

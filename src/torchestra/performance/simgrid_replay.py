@@ -18,11 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from torchestra.errors import DistError, InvalidArgumentError
-from torchestra.performance.costs import Costs
+from torchestra.performance.costs import Costs, LaneCosts
 from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import (
     AwaitFlag,
     AwaitSignal,
+    Begin,
     Lane,
     Receive,
     Schedule,
@@ -138,7 +139,7 @@ class _Replay:
                 for other in event.hosts:
                     self._mailbox(other, lane.host, lane, event.tag).set_receiver(me)
         rank = lane.host * self._machine.ranks_per_host + lane.local_rank
-        flags = 0
+        flags, costs = 0, LaneCosts(self._costs, rank)
         waited: set[_Key] = set()
         for event in lane.events:
             if isinstance(event, SetFlag):
@@ -147,12 +148,14 @@ class _Replay:
             elif isinstance(event, Signal):
                 self._release(("signal", lane.host, lane.local_rank, event.number))
             elif isinstance(event, AwaitFlag | AwaitSignal):
-                self._await(lane, event, waited)
+                self._await(lane, event, waited, costs.factor)
+            elif isinstance(event, Begin):
+                costs.begin(event)
             elif isinstance(event, Send):
-                self._send(lane, event)
+                self._send(lane, event, costs.factor)
             elif isinstance(event, Receive):
-                self._receive(lane, event)
-            elif seconds := self._costs.seconds_of(event, rank):
+                self._receive(lane, event, costs.factor)
+            elif seconds := costs.seconds_of(event):
                 self._sleep(seconds)
 
     def _sleep(self, seconds: float) -> None:
@@ -163,7 +166,7 @@ class _Replay:
         for semaphore in self._released[cause]:
             semaphore.release()
 
-    def _await(self, lane: Lane, event: AwaitFlag | AwaitSignal, waited: set[_Key]) -> None:
+    def _await(self, lane: Lane, event: AwaitFlag | AwaitSignal, waited: set[_Key], factor: float) -> None:
         cause = self._cause(lane, event)
         if cause in waited:
             return
@@ -173,19 +176,19 @@ class _Replay:
         self._semaphores[self._numbers[id(lane)], cause].acquire()
         if engine.clock > before:
             host = self._machine.host
-            self._sleep(host.flag_s if isinstance(event, AwaitFlag) else host.wakeup_s)
+            self._sleep(factor * host.flag_s if isinstance(event, AwaitFlag) else host.wakeup_s)
 
-    def _send(self, lane: Lane, event: Send) -> None:
+    def _send(self, lane: Lane, event: Send, factor: float) -> None:
         assert self._machine.link is not None
-        link = self._machine.link.of(event.nbytes)
+        link = self._machine.link.of(event.nbytes).times(factor)
         for other in event.hosts:
             self._sleep(link.send_overhead_s + event.nbytes * link.send_overhead_per_byte_s)
             mailbox = self._mailbox(lane.host, other, lane, event.tag)
-            mailbox.put_init("", event.nbytes).detach()
+            mailbox.put_init("", round(factor * event.nbytes)).detach()  # the link has one speed for all
 
-    def _receive(self, lane: Lane, event: Receive) -> None:
+    def _receive(self, lane: Lane, event: Receive, factor: float) -> None:
         assert self._machine.link is not None
-        link = self._machine.link.of(event.nbytes)
+        link = self._machine.link.of(event.nbytes).times(factor)
         for other in event.hosts:
             self._mailbox(other, lane.host, lane, event.tag).get()
             self._sleep(link.receive_overhead_s + event.nbytes * link.receive_overhead_per_byte_s)

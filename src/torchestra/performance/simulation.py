@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from torchestra.engine.kernels.selection import spin_policy
 from torchestra.errors import DistError
 from torchestra.performance.cores import Cores, EventQueue
-from torchestra.performance.costs import Costs
+from torchestra.performance.costs import Costs, LaneCosts
 from torchestra.performance.machine import Machine
 from torchestra.performance.network import Network
 from torchestra.performance.schedule import (
     AwaitFlag,
     AwaitSignal,
+    Begin,
     Compute,
     Copy,
     Event,
@@ -128,6 +129,7 @@ class _LaneRun:
         self._cores = simulation.cores[lane.host]
         self._next = 0
         self._clock = 0.0
+        self._costs = LaneCosts(simulation.costs, self._rank)
         self.has_ended = False
         self.times = LaneTimes(lane.host, lane.local_rank, lane.name)
 
@@ -162,6 +164,9 @@ class _LaneRun:
         if isinstance(event, AwaitFlag):
             word = simulation.flags[lane.host, event.local_rank]
             return self._await(word, event.value, "rank", self._wake_up_flag)
+        if isinstance(event, Begin):
+            self._costs.begin(event)
+            return False
         if isinstance(event, Signal):
             self._signal(event.number).set(1, self._clock)
             return False
@@ -175,17 +180,24 @@ class _LaneRun:
     def _work(self, event: Event) -> bool:
         """Do this and the work that follows it; return whether that has to wait for a core."""
         events, computes = self._lane.events, isinstance(event, Compute)
-        seconds = self._simulation.costs.seconds_of(event, self._rank)
+        seconds = self._costs.seconds_of(event)
         while not computes and self._next < len(events):
             following = events[self._next]
             if type(following) not in _WORK or isinstance(following, Compute):
                 break
-            seconds += self._simulation.costs.seconds_of(following, self._rank)
+            seconds += self._costs.seconds_of(following)
             self._next += 1
         if self._cores is None or seconds == 0.0:
             self._clock += seconds
             return False
-        self._cores.run(self._clock, seconds, self._go, who=self, computes=computes)
+        self._cores.run(
+            self._clock,
+            seconds,
+            self._go,
+            who=self,
+            computes=computes,
+            factor=1.0 if computes else self._costs.factor,
+        )
         return True
 
     def _await(self, word: _Word, value: int, what: str, wake: Callable[[float], float]) -> bool:
@@ -206,13 +218,13 @@ class _LaneRun:
         return True
 
     def _latency(self, what: str) -> float:
-        return self._simulation.host.flag_s if what == "rank" else 0.0
+        return self._costs.factor * self._simulation.host.flag_s if what == "rank" else 0.0
 
     def _wake_up_flag(self, time_s: float) -> float:
         """Return when this rank goes on after another has set the flag that it waits for."""
         host = self._simulation.host
-        asleep = time_s - self._clock > self._simulation.awake_s
-        return time_s + (max(host.wakeup_s, host.flag_s) if asleep else host.flag_s)
+        asleep = time_s - self._clock > self._costs.factor * self._simulation.awake_s
+        return time_s + self._costs.factor * (max(host.wakeup_s, host.flag_s) if asleep else host.flag_s)
 
     def _wake_up_thread(self, time_s: float) -> float:
         return time_s + self._simulation.host.wakeup_s
@@ -224,7 +236,7 @@ class _LaneRun:
         if isinstance(event, Send):
 
             def send(now: float) -> None:
-                network.send(now, lane.host, lane.local_rank, event)
+                network.send(now, lane.host, lane.local_rank, event, self._costs.factor)
                 self._go(now)
 
             events.at(began, send)
@@ -235,7 +247,8 @@ class _LaneRun:
             self.times.waited_s["message"] += max(0.0, now - began)
             events.at(max(now, began), self._go)
 
-        events.at(began, lambda now: network.receive(now, lane.host, lane.local_rank, event, done))
+        factor = self._costs.factor
+        events.at(began, lambda now: network.receive(now, lane.host, lane.local_rank, event, done, factor))
         return True
 
 

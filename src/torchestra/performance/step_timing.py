@@ -1,7 +1,9 @@
 """Measure a training step of a user's model: when its gradients are ready, and how long the rest takes.
 
-The buckets are those that DistributedDataParallel makes of the model. The times are those of the bare model,
-with a hook on each parameter: nothing is sent, and no rank waits for another while it computes.
+The buckets are those that DistributedDataParallel makes of the model. The times of the parts are those of the
+bare model, with a hook on each parameter: nothing is sent, and no rank waits for another while it computes.
+Where ranks take turns on a core they are of the processor, so that turns of others are not in them. Whole
+steps under DistributedDataParallel are timed in between.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch
 import torchestra as dist
 from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.api import launch
+from torchestra.launcher.cores import usable_cores
 from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.performance.calibration import StepCalibration, StepTimes
@@ -29,7 +33,8 @@ from torchestra.performance.sampling import summarise
 __all__ = ["StepSamples", "load_step", "measure_step", "time_step"]
 
 _WARM_UP = 3  # steps; DistributedDataParallel makes its buckets anew after the first
-_MIN_STEPS, _MAX_STEPS = 5, 200
+_BLOCK = 4  # steps of a kind that follow each other, the first of which does not count
+_MIN_BLOCKS, _MAX_BLOCKS = 3, 60
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 Step = tuple[torch.nn.Module, Loss, torch.optim.Optimizer]
@@ -44,7 +49,7 @@ class StepSamples:
         dtype: of the gradients.
         forward, backward, optimizer: by step.
         ready: by step, when each bucket was ready, since backward began.
-        wrapped: of one rank alone, whole steps of the model in DistributedDataParallel.
+        whole: steps of the model in DistributedDataParallel, each the mean of some that follow each other.
     """
 
     bucket_bytes: tuple[int, ...]
@@ -53,7 +58,7 @@ class StepSamples:
     backward: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     ready: list[list[float]] = field(default_factory=list)
-    wrapped: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
 
 
 def load_step(where: str) -> Callable[[], Any]:
@@ -103,7 +108,7 @@ def measure_step(
         DistError: a rank failed.
     """
     load_step(where)  # before any rank is started
-    times, bucket_cost_s, widest = [], 0.0, 0.0
+    times, widest = [], 0.0
     for number in sorted({1, *ranks}):
         progress(f"training steps of {where}, {number} ranks at once")
         found = launch(time_step, number, where, seconds)
@@ -115,13 +120,11 @@ def measure_step(
                 backward_s=every.value("backward"),
                 optimizer_s=every.value("optimizer"),
                 ready_s=every.ready(),
+                whole_s=every.value("whole"),
             )
         )
         widest = max(widest, every.spread)
-        if number == 1:
-            bare_s = sum(every.value(part) for part in ("forward", "backward", "optimizer"))
-            bucket_cost_s = max(0.0, every.value("wrapped") - bare_s) / len(found[0].bucket_bytes)
-    step = StepCalibration(where, found[0].bucket_bytes, found[0].dtype, tuple(times), bucket_cost_s)
+    step = StepCalibration(where, found[0].bucket_bytes, found[0].dtype, tuple(times))
     return step, {"step.times": widest}
 
 
@@ -160,14 +163,17 @@ def time_step(where: str, seconds: float) -> StepSamples:
         make = load_step(where)
         samples, members = _buckets(_parts(make(), where))
         bare = _BareStep(_parts(make(), where), members, samples)
-        steps = [bare.run]
-        if dist.get_world_size() == 1:
-            parts = _parts(make(), where)
-            model = DistributedDataParallel(parts[0])
-            steps.append(lambda: samples.wrapped.append(_whole_step(model, parts)))
-        for _ in range(_agreed_count(seconds, steps)):
-            for step in steps:
-                step()
+        parts = _parts(make(), where)
+        model = DistributedDataParallel(parts[0])
+        whole = partial(_whole_step, model, parts)
+
+        def whole_block() -> None:
+            samples.whole.append(_mean_step(whole))
+
+        blocks = [bare.run_block, whole_block]
+        for _ in range(_agreed_count(seconds, blocks)):
+            for block in blocks:
+                block()
         return samples
     finally:
         dist.destroy_process_group()
@@ -208,28 +214,35 @@ def _note_bucket(buckets: list[GradBucket], bucket: GradBucket) -> torch.futures
     return future
 
 
-def _whole_step(model: torch.nn.Module, parts: Step) -> float:
-    """Take a step together with the other ranks; return its seconds."""
+def _whole_step(model: torch.nn.Module, parts: Step) -> None:
+    """Take a step together with the other ranks."""
     _, loss, optimizer = parts
-    dist.barrier()
-    start = time.perf_counter()
     optimizer.zero_grad()
     loss(model).backward()
     optimizer.step()
-    return time.perf_counter() - start
 
 
-def _agreed_count(seconds: float, steps: Sequence[Callable[[], None]]) -> int:
-    """Return how many times all steps take about ``seconds``, the same on every rank."""
+def _mean_step(step: Callable[[], None]) -> float:
+    """Take a block of steps together with the other ranks; return the seconds of one."""
+    dist.barrier()
+    step()  # on caches that others have used
+    start = time.perf_counter()
+    for _ in range(_BLOCK - 1):
+        step()
+    return (time.perf_counter() - start) / (_BLOCK - 1)
+
+
+def _agreed_count(seconds: float, blocks: Sequence[Callable[[], None]]) -> int:
+    """Return how many times all blocks take about ``seconds``, the same on every rank."""
     taken = []
     for _ in range(_WARM_UP):
         start = time.perf_counter()
-        for step in steps:
-            step()
+        for block in blocks:
+            block()
         taken.append(time.perf_counter() - start)
     count = torch.tensor([seconds / statistics.median(taken)])
     dist.all_reduce(count, dist.ReduceOp.MIN)
-    return max(_MIN_STEPS, min(_MAX_STEPS, int(count)))
+    return max(_MIN_BLOCKS, min(_MAX_BLOCKS, int(count)))
 
 
 class _BareStep:
@@ -245,31 +258,39 @@ class _BareStep:
         self._samples = samples
         self._members = [list(names) for names in members]
         self._moments: dict[str, float] = {}
+        takes_turns = dist.get_world_size() > usable_cores()
+        self._now = time.thread_time if takes_turns else time.perf_counter
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._noter(name))
 
     def _noter(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            self._moments[name] = time.perf_counter()
+            self._moments[name] = self._now()
 
         return note
 
-    def run(self) -> None:
-        """Take a step together with the other ranks, and note its times."""
+    def run_block(self) -> None:
+        """Take some steps together with the other ranks, and note the times of all but the first."""
+        self._run()
+        for _ in range(_BLOCK - 1):
+            forward_s, backward_s, optimizer_s, ready_s = self._run()
+            self._samples.forward.append(forward_s)
+            self._samples.backward.append(backward_s)
+            self._samples.optimizer.append(optimizer_s)
+            self._samples.ready.append(ready_s)
+
+    def _run(self) -> tuple[float, float, float, list[float]]:
+        """Take a step; return the seconds of its parts, and when each bucket was ready."""
         dist.barrier()
-        start = time.perf_counter()
+        start = self._now()
         self._optimizer.zero_grad()
-        zeroed = time.perf_counter()
+        zeroed = self._now()
         loss = self._loss(self._model)
-        begun = time.perf_counter()
+        begun = self._now()
         loss.backward()
-        ended = time.perf_counter()
+        ended = self._now()
         self._optimizer.step()
-        samples = self._samples
-        samples.forward.append(begun - zeroed)
-        samples.backward.append(ended - begun)
-        samples.optimizer.append(time.perf_counter() - ended + zeroed - start)
-        samples.ready.append(
-            [max(self._moments.get(name, begun) for name in names) - begun for names in self._members]
-        )
+        stepped = self._now()
+        ready = [max(self._moments.get(name, begun) for name in names) - begun for names in self._members]
+        return begun - zeroed, ended - begun, stepped - ended + zeroed - start, ready

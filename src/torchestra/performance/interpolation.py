@@ -1,0 +1,179 @@
+"""Numbers that were measured at some sizes and numbers of ranks, and what is taken between these."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from torchestra.errors import InvalidArgumentError
+
+__all__ = [
+    "OperationFactor",
+    "Rate",
+    "Slowdown",
+    "SwitchTime",
+    "check_numbers",
+    "factor_at",
+    "is_fit",
+    "rate_at",
+    "slowdown_at",
+]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The speed of each of ``ranks`` ranks of a host that do the same at once.
+
+    An operation goes through tensors of a rank and through buffers that ranks share. What it goes through
+    each time comes from the level of the caches that all of it fits into.
+
+    Attributes:
+        ranks: how many. They share memory's bandwidth and the caches; beyond the cores they take turns, and
+            the time for which others have the core does not count.
+        working_set_bytes: the memory that a rank goes through each time: its tensors and its buffer.
+        bytes_per_s: of one rank: for a copy, bytes copied; for a reduction, bytes read from all sources.
+    """
+
+    ranks: int
+    working_set_bytes: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, positive=("ranks", "working_set_bytes", "bytes_per_s"))
+
+
+@dataclass(frozen=True)
+class SwitchTime:
+    """The time of a switch between ranks that wait for each other, more than there are cores.
+
+    Attributes:
+        ranks: how many are on the host.
+        switch_s: what one switch takes for small operations of them to take what was measured. It has more
+            than the system's switch in it: switches to ranks that have to wait on, and caches that others
+            have used.
+    """
+
+    ranks: int
+    switch_s: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, positive=("ranks",))
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """By how much longer something takes in an operation of several ranks than by itself.
+
+    Attributes:
+        ranks: how many are on the host.
+        operation_bytes: what each rank puts into the operation.
+        factor: how many times as long.
+    """
+
+    ranks: int
+    operation_bytes: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, positive=("ranks", "operation_bytes", "factor"))
+
+
+@dataclass(frozen=True)
+class OperationFactor:
+    """By how much longer an operation takes as a whole than the parts that are known of it.
+
+    Attributes:
+        name: of the operation.
+        ranks: how many were on each host.
+        operation_bytes: what each rank put in; 0 for a barrier.
+        factor: how many times as long.
+    """
+
+    name: str
+    ranks: int
+    operation_bytes: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, positive=("ranks", "factor"))
+
+
+def rate_at(rates: tuple[Rate, ...], working_set_bytes: int, ranks: int) -> float:
+    """Return the rate for a working set and a number of ranks, between those that were measured.
+
+    The time by byte is interpolated over the logarithm of the working set, then over the number of ranks;
+    beyond the ends of the table its ends are taken.
+    """
+    points = [(each.ranks, each.working_set_bytes, 1 / each.bytes_per_s) for each in rates]
+    return 1 / _interpolated(points, working_set_bytes, ranks)
+
+
+def slowdown_at(slowdowns: tuple[Slowdown, ...], operation_bytes: int, ranks: int) -> float:
+    """Return the factor for an operation and a number of ranks, interpolated likewise; 1 if none is known."""
+    points = [(each.ranks, each.operation_bytes, each.factor) for each in slowdowns]
+    return _interpolated(points, operation_bytes, ranks) if points else 1.0
+
+
+def factor_at(factors: Iterable[OperationFactor], name: str, operation_bytes: int, ranks: int) -> float:
+    """Return the factor of an operation, interpolated likewise, but over the logarithms of all numbers.
+
+    1 if none is known of operations of that name.
+    """
+    points = [
+        (each.ranks, max(1, each.operation_bytes), math.log(each.factor))
+        for each in factors
+        if each.name == name
+    ]
+    if not points:
+        return 1.0
+    return math.exp(_interpolated(points, max(1, operation_bytes), ranks, math.log))
+
+
+_Point = tuple[int, int, float]
+"""A number of ranks, bytes, and what was measured."""
+
+
+def _interpolated(
+    points: Sequence[_Point], nbytes: int, ranks: int, scale: Callable[[float], float] = float
+) -> float:
+    by_ranks = sorted({each[0] for each in points})
+    above = min(bisect_left(by_ranks, ranks), len(by_ranks) - 1)
+    below = above if by_ranks[above] <= ranks else max(0, above - 1)
+    low, high = (_of_ranks(points, by_ranks[index], nbytes) for index in (below, above))
+    if below == above:
+        return low
+    place, first, last = scale(ranks), scale(by_ranks[below]), scale(by_ranks[above])
+    return low + (place - first) / (last - first) * (high - low)
+
+
+def _of_ranks(points: Sequence[_Point], ranks: int, nbytes: int) -> float:
+    """Interpolate for a number of ranks that was measured."""
+    known = sorted((size, value) for number, size, value in points if number == ranks)
+    sizes = [size for size, _ in known]
+    above = min(bisect_left(sizes, nbytes), len(sizes) - 1)
+    (low, low_value), (high, high_value) = known[max(0, above - 1)], known[above]
+    if nbytes >= high or low == high:
+        return high_value
+    if nbytes <= low:
+        return low_value
+    return low_value + math.log(nbytes / low) / math.log(high / low) * (high_value - low_value)
+
+
+def check_numbers(record: object, positive: tuple[str, ...] = ()) -> None:
+    """Refuse numbers of a record that are negative, infinite or NaN, or 0 where that makes no sense."""
+    for each in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, each.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not is_fit(value) or (each.name in positive and value == 0):
+            rule = "> 0" if each.name in positive else ">= 0"
+            raise InvalidArgumentError(
+                f"{type(record).__name__}.{each.name} must be a finite number {rule}, got {value}"
+            )
+
+
+def is_fit(value: float) -> bool:
+    """Return whether a number can be a measured one: finite, and not negative."""
+    return math.isfinite(value) and value >= 0
