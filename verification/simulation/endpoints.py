@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchestra.transport.message import Message, Sending
-from verification.simulation.network import Source, wait_for
+from verification.simulation.network import Source
 from verification.simulation.scheduler import active
 from verification.simulation.sockets import Machine, here
 
@@ -117,7 +117,7 @@ class SimulatedEndpoint:
         if self.in_hand is not None:
             return self.in_hand
         if not self._closed:
-            wait_for(run, lambda: [(own, True, False)], _POLL_SECONDS)
+            own.await_reading(run, _POLL_SECONDS)
         else:
             run.look()
         ready = [channel for channel in own.channels if channel.messages]

@@ -38,7 +38,8 @@ from torchestra.transport.event_loop import EventLoop
 from torchestra.transport.message import Message
 from torchestra.transport.pair import PairConnection
 from torchestra.transport.probing import ProbeResult
-from verification.simulation import groups, joining_rpc, messages, rpc
+from verification.simulation import aimed, groups, joining_rpc, messages, rpc
+from verification.simulation.aimed import CallsWorld, ReferencesWorld
 from verification.simulation.autograd import AutogradWorld
 from verification.simulation.faults import Fault
 from verification.simulation.groups import GroupsWorld
@@ -49,7 +50,7 @@ from verification.simulation.rpc import RpcWorld
 from verification.simulation.scheduler import SimulationError
 from verification.simulation.world import Plan, World
 
-_MAX_OTHER_SEEDS = 20
+_SAME_FAULTS, _MAX_OTHER_SEEDS = 10, 40
 
 
 class Mutation(NamedTuple):
@@ -87,12 +88,14 @@ class Mutation(NamedTuple):
         return False
 
     def _others(self) -> Iterator[Plan]:
-        for seed in range(_MAX_OTHER_SEEDS):
+        for seed in range(_SAME_FAULTS):
             yield self.plan.with_seed(f"other {seed}")
         planners: dict[object, list[Callable[[int], Plan]]] = {
             GroupsWorld: [groups.plan, _reset_while_shrinking, _reset_while_meeting],
             MessagesWorld: [messages.plan, _death_while_meeting],
             RpcWorld: [rpc.plan, _late_goodbye],
+            CallsWorld: [aimed.calls],
+            ReferencesWorld: [aimed.lost_worker],
             AutogradWorld: [rpc.plan, _late_crash],
             JoiningWorld: [joining_rpc.plan, _death_alone],
         }
@@ -410,7 +413,12 @@ MUTATIONS: dict[str, Mutation] = {
     "fork to the lost": Mutation(RRefContext, "fork", _fork_to_the_lost, RpcWorld, rpc.plan(42), "still has"),
     "keep nothing": Mutation(RRefContext, "fork", _keep_nothing, RpcWorld, rpc.plan(0), "still has"),
     "leave the forks of the lost": Mutation(
-        RRefContext, "remove_lost", _leave_the_forks_of_the_lost, RpcWorld, rpc.plan(42), "still has"
+        RRefContext,
+        "remove_lost",
+        _leave_the_forks_of_the_lost,
+        ReferencesWorld,
+        aimed.lost_worker(2),
+        "still has",
     ),
     "free what has forks": Mutation(
         RRefContext, "_free", _free_what_has_forks, RpcWorld, rpc.plan(0), "was freed while"
@@ -419,8 +427,8 @@ MUTATIONS: dict[str, Mutation] = {
         TerminationDetector,
         "_await_own",
         _end_with_calls_pending,
-        RpcWorld,
-        rpc.plan(11),
+        CallsWorld,
+        aimed.calls(0),
         "before the call of",
     ),
     "notice nobody": Mutation(Liveness, "newly_lost", _notice_nobody, RpcWorld, rpc.plan(17), "still has"),

@@ -9,6 +9,7 @@ A machine that loses its power says nothing to anybody.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -39,16 +40,13 @@ class Source:
 
     def __init__(self) -> None:
         self.waiting: list[Task] = []
+        self.watchers: dict[Watch, None] = {}
 
     def is_readable(self) -> bool:
         return False
 
     def is_writable(self) -> bool:
         return False
-
-    def parts(self) -> Iterable[Source]:
-        """Return the sources whose changes can change it."""
-        return (self,)
 
     def await_change(self, run: Scheduler, timeout_s: float) -> None:
         """Wait until it changes, or for so long."""
@@ -58,38 +56,92 @@ class Source:
         if task in self.waiting:
             self.waiting.remove(task)
 
+    def await_reading(self, run: Scheduler, timeout_s: float) -> None:
+        """Wait until it can be read, or for so long."""
+        deadline = run.now + timeout_s
+        while True:
+            run.seam()
+            left = deadline - run.now
+            if self.is_readable() or left <= 0:
+                run.look()
+                return
+            self.await_change(run, left)
+
     def changed(self, run: Scheduler) -> None:
         """Wake the threads that wait for it."""
+        for watch in self.watchers:
+            watch.note_change(run, self)
         waiting, self.waiting = self.waiting, []
         for task in waiting:
             run.wake(task)
 
 
-def wait_for(
-    run: Scheduler, sources: Callable[[], list[tuple[Source, bool, bool]]], timeout_s: float | None
-) -> list[tuple[Source, bool, bool]]:
-    """Wait until one of some sources is ready; return which are, and whether to read and to write."""
-    deadline = None if timeout_s is None else run.now + timeout_s
-    while True:
-        run.seam()
-        watched = sources()
-        ready = []
-        for each, reads, writes in watched:
-            may_read, may_write = reads and each.is_readable(), writes and each.is_writable()
+Ready = list[tuple[Source, bool, bool]]
+"""Sources that are ready, and whether to read and to write."""
+
+
+class Watch(Source):
+    """Sources to wait for together, as with epoll: only those that have changed are looked at.
+
+    It can be watched itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[Source, tuple[int, bool, bool]] = {}
+        self._changed: dict[Source, None] = {}  # those that may be ready
+        self._numbers = itertools.count()
+
+    def add(self, source: Source, *, reads: bool, writes: bool) -> None:
+        """Watch a source, or watch it for something else."""
+        known = self._watched.get(source)
+        self._watched[source] = next(self._numbers) if known is None else known[0], reads, writes
+        self._changed[source] = None
+        source.watchers[self] = None
+
+    def remove(self, source: Source) -> None:
+        """Watch a source no more."""
+        del self._watched[source]
+        self._changed.pop(source, None)
+        del source.watchers[self]
+
+    def note_change(self, run: Scheduler, source: Source) -> None:
+        """Look at a source when it is asked next, and wake the threads that wait."""
+        _, reads, writes = self._watched[source]
+        if reads or writes:
+            self._changed[source] = None
+            self.changed(run)
+
+    def is_readable(self) -> bool:
+        return bool(self.ready())
+
+    def ready(self) -> Ready:
+        """Return what is ready, in the order in which it was added."""
+        found = []
+        for source in list(self._changed):
+            number, reads, writes = self._watched[source]
+            may_read, may_write = reads and source.is_readable(), writes and source.is_writable()
             if may_read or may_write:
-                ready.append((each, may_read, may_write))
-        left = None if deadline is None else deadline - run.now
-        if ready or (left is not None and left <= 0):
-            run.look()
-            return ready
-        task = run.me()
-        parts = [part for each, _, _ in watched for part in each.parts()]
-        for part in parts:
-            part.waiting.append(task)
-        run.wait(left)
-        for part in parts:
-            if task in part.waiting:
-                part.waiting.remove(task)
+                found.append((number, source, may_read, may_write))
+            else:
+                del self._changed[source]
+        return [(source, may_read, may_write) for _, source, may_read, may_write in sorted(found)]
+
+    def wait(self, run: Scheduler, timeout_s: float | None) -> Ready:
+        """Wait until something is ready, or for so long; return what is."""
+        deadline = None if timeout_s is None else run.now + timeout_s
+        while True:
+            run.seam()
+            ready = self.ready()
+            left = None if deadline is None else deadline - run.now
+            if ready or (left is not None and left <= 0):
+                run.look()
+                return ready
+            task = run.me()
+            self.waiting.append(task)
+            run.wait(left)
+            if task in self.waiting:
+                self.waiting.remove(task)
 
 
 class Flow:

@@ -4,77 +4,58 @@ from __future__ import annotations
 
 import select
 import selectors
-from collections.abc import Iterable
 from typing import Any
 
-from verification.simulation.network import Source, wait_for
+from verification.simulation.network import Source, Watch
 from verification.simulation.scheduler import active
 from verification.simulation.sockets import Machine
+
+
+def _source(given: Any) -> Source:
+    """Return what a descriptor, or an object with one, stands for."""
+    return given if isinstance(given, Source) else Machine.descriptors[given]
 
 
 class SimulatedPoll:
     """A ``select.poll``, or a ``select.epoll``, whose descriptor can be polled itself."""
 
-    class _Set(Source):
-        def __init__(self, poll: SimulatedPoll) -> None:
-            super().__init__()
-            self.poll = poll
-
-        def is_readable(self) -> bool:
-            return any(
-                (reads and each.is_readable()) or (writes and each.is_writable())
-                for each, reads, writes in self.poll.sources()
-            )
-
-        def parts(self) -> Iterable[Source]:
-            return (self, *(part for each, _, _ in self.poll.sources() for part in each.parts()))
-
     def __init__(self) -> None:
-        self._registered: dict[Any, int] = {}
-        self._set = SimulatedPoll._Set(self)
-        self._number = Machine.open(self._set)
+        self._given: dict[Source, Any] = {}
+        self._watch = Watch()
+        self._number = Machine.open(self._watch)
 
     def fileno(self) -> int:
         return self._number
 
     def register(self, source: Any, events: int) -> None:
-        self._registered[source] = events
+        polled = _source(source)
+        self._given[polled] = source
+        self._watch.add(polled, reads=bool(events & select.POLLIN), writes=bool(events & select.POLLOUT))
 
     def modify(self, source: Any, events: int) -> None:
-        self._registered[source] = events
+        self.register(source, events)
         run = active()
         if run is not None and not run.is_ending:
-            self._set.changed(run)
+            self._watch.changed(run)
 
     def unregister(self, source: Any) -> None:
-        del self._registered[source]
-
-    def sources(self) -> list[tuple[Source, bool, bool]]:
-        """Return what is registered, and whether to wait for reading and writing."""
-        found = []
-        for each, events in self._registered.items():
-            if events:
-                source = each if isinstance(each, Source) else Machine.descriptors[each]
-                found.append((source, bool(events & select.POLLIN), bool(events & select.POLLOUT)))
-        return found
+        del self._given[_source(source)]
+        self._watch.remove(_source(source))
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[Any, int]]:
         run = active()
         if run is None:
             return []
         seconds = None if milliseconds is None or milliseconds < 0 else milliseconds / 1000
-        ready = wait_for(run, self.sources, seconds)
-        by_source = {
-            each if isinstance(each, Source) else Machine.descriptors[each]: each for each in self._registered
-        }
         return [
-            (by_source[source], select.POLLIN * reads + select.POLLOUT * writes)
-            for source, reads, writes in ready
-            if source in by_source
+            (self._given[source], select.POLLIN * reads + select.POLLOUT * writes)
+            for source, reads, writes in self._watch.wait(run, seconds)
         ]
 
     def close(self) -> None:
-        self._registered.clear()
+        for source in self._given:
+            self._watch.remove(source)
+        self._given.clear()
 
 
 class SimulatedSelect:
@@ -94,27 +75,22 @@ class SimulatedSelector:
     """A ``selectors.DefaultSelector``, of sockets and descriptors."""
 
     def __init__(self) -> None:
-        self._keys: dict[Any, selectors.SelectorKey] = {}
+        self._keys: dict[Source, selectors.SelectorKey] = {}
+        self._watch = Watch()
 
     def register(self, source: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        number = source if isinstance(source, int) else source.fileno()
-        polled = Machine.descriptors[source] if isinstance(source, int) else source
+        polled, number = _source(source), source if isinstance(source, int) else source.fileno()
         key = self._keys[polled] = selectors.SelectorKey(source, number, events, data)
+        reads, writes = bool(events & selectors.EVENT_READ), bool(events & selectors.EVENT_WRITE)
+        self._watch.add(polled, reads=reads, writes=writes)
         return key
 
     modify = register
 
     def unregister(self, source: Any) -> selectors.SelectorKey:
-        return self._keys.pop(Machine.descriptors[source] if isinstance(source, int) else source)
-
-    def get_map(self) -> dict[Any, selectors.SelectorKey]:
-        return self._keys
-
-    def _sources(self) -> list[tuple[Source, bool, bool]]:
-        return [
-            (source, bool(key.events & selectors.EVENT_READ), bool(key.events & selectors.EVENT_WRITE))
-            for source, key in self._keys.items()
-        ]
+        key = self._keys.pop(_source(source))
+        self._watch.remove(_source(source))
+        return key
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         run = active()
@@ -122,10 +98,12 @@ class SimulatedSelector:
             return []
         return [
             (self._keys[source], selectors.EVENT_READ * reads + selectors.EVENT_WRITE * writes)
-            for source, reads, writes in wait_for(run, self._sources, timeout)
+            for source, reads, writes in self._watch.wait(run, timeout)
         ]
 
     def close(self) -> None:
+        for source in self._keys:
+            self._watch.remove(source)
         self._keys.clear()
 
 

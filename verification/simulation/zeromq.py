@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from verification.simulation.network import Source, wait_for
+from verification.simulation.network import Source, Watch
 from verification.simulation.scheduler import active
 from verification.simulation.sockets import Machine, connect_later, here
 from verification.simulation.threads import SeededSecrets
@@ -178,6 +178,7 @@ class PushSocket(_Socket):
         if connection is self._connection and not connection.has_ended:
             self._is_up = True
             self._event(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self.changed(self.run)
 
     def refuse(self, connection: _Connection, event: int) -> None:
         if connection is self._connection:
@@ -345,30 +346,26 @@ class SimulatedPoller:
     """A ``zmq.Poller``."""
 
     def __init__(self) -> None:
-        self._registered: dict[Any, tuple[Source, bool, bool]] = {}
-        self._sources: list[tuple[Source, bool, bool]] = []
+        self._given: dict[Source, Any] = {}
+        self._watch = Watch()
 
     def register(self, source: Any, events: int) -> None:
         polled = source if isinstance(source, Source) else Machine.descriptors[source]
-        self._registered[source] = polled, bool(events & _POLLIN), bool(events & _POLLOUT)
-        self._sources = [*self._registered.values()]
+        self._given[polled] = source
+        self._watch.add(polled, reads=bool(events & _POLLIN), writes=bool(events & _POLLOUT))
 
     def unregister(self, source: Any) -> None:
-        del self._registered[source]
-        self._sources = [*self._registered.values()]
+        polled = source if isinstance(source, Source) else Machine.descriptors[source]
+        del self._given[polled]
+        self._watch.remove(polled)
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[Any, int]]:
         run = active()
         assert run is not None
         seconds = None if milliseconds is None else milliseconds / 1000
-        events = {
-            source: _POLLIN * reads + _POLLOUT * writes
-            for source, reads, writes in wait_for(run, lambda: self._sources, seconds)
-        }
-        if not events:
-            return []
         return [
-            (each, events[polled]) for each, (polled, _, _) in self._registered.items() if polled in events
+            (self._given[source], _POLLIN * reads + _POLLOUT * writes)
+            for source, reads, writes in self._watch.wait(run, seconds)
         ]
 
 
