@@ -14,10 +14,16 @@ from concurrent.futures import ProcessPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from verification.cases import CASES, Case, case_named
-from verification.mutations import MUTATIONS, REDUNDANT
-from verification.proving import find, find_numbered, prove, prove_named, ranks_of
-from verification.ranks import Ranks
+from verification.proving import (
+    ALL_CASES,
+    ALL_MUTATIONS,
+    ALL_REDUNDANT,
+    Start,
+    case_named,
+    find_numbered,
+    prove,
+    prove_named,
+)
 from verification.report import show_path
 from verification.search import Outcome
 
@@ -31,29 +37,28 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
     if options.case is not None:
-        case = case_named(options.case)
-        ranks = ranks_of(case)
-        return _show(console, case, ranks, prove(case, ranks, options.deep))
+        start = Start(case_named(options.case))
+        return _show(console, options.case, start, prove(start, options.deep))
     if options.mutation is not None:
-        mutation = MUTATIONS[options.mutation]
-        console.print(f"{mutation.kernel}: {mutation.old!r} becomes {mutation.new!r}")
-        case = case_named(mutation.case)
-        ranks = ranks_of(case)
-        return _show(console, case, ranks, find(mutation, ranks))
+        mutation = ALL_MUTATIONS[options.mutation]
+        console.print(f"{mutation.subject}: {mutation.old!r} becomes {mutation.new!r}")
+        start = Start(case_named(mutation.case), mutation)
+        return _show(console, mutation.case, start, find_numbered(options.mutation))
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        names = [case.name for case in CASES]
-        holds = _cases(console, names, list(pool.map(prove_named, names, [options.deep] * len(names))))
-        found = _mutations(console, list(pool.map(find_numbered, range(len(MUTATIONS + REDUNDANT)))))
+        names = [case.name for case in ALL_CASES]
+        proved = list(pool.map(prove_named, names, [options.deep] * len(names)))
+        holds = _cases(console, names, proved)
+        found = _mutations(console, list(pool.map(find_numbered, range(len(ALL_MUTATIONS)))))
     return 0 if holds and found else 1
 
 
-def _show(console: Console, case: Case, ranks: Ranks, outcome: Outcome) -> int:
-    console.print(f"{case.name}: {outcome.states:,} states, {outcome.steps:,} steps, {outcome.seconds:.1f} s")
+def _show(console: Console, name: str, start: Start, outcome: Outcome) -> int:
+    console.print(f"{name}: {outcome.states:,} states, {outcome.steps:,} steps, {outcome.seconds:.1f} s")
     if outcome.violation is None:
         console.print("complete, and nothing found" if outcome.complete else "nothing found; not complete")
         return 0
-    show_path(outcome, ranks, console)
+    show_path(outcome, start.size, start.name_of, console)
     return 1
 
 
@@ -61,7 +66,8 @@ def _cases(console: Console, names: list[str], outcomes: list[Outcome]) -> bool:
     table = Table("case", "states", "steps", "seconds", "searched", "result")
     for name, outcome in zip(names, outcomes, strict=True):
         rules = case_named(name).rules
-        bound = "" if rules.preemptions is None else f", {rules.preemptions} pre-emptions"
+        bounds = {"pre-emptions": rules.preemptions, "stale reads": getattr(rules, "stale", None)}
+        bound = "".join(f", {most} {what}" for what, most in bounds.items() if most is not None)
         table.add_row(
             name,
             f"{outcome.states:,}",
@@ -71,21 +77,24 @@ def _cases(console: Console, names: list[str], outcomes: list[Outcome]) -> bool:
             str(outcome.violation or "holds"),
         )
     console.print(table)
+    states, steps = (sum(getattr(each, what) for each in outcomes) for what in ("states", "steps"))
+    complete = sum(outcome.complete for outcome in outcomes)
+    console.print(f"{len(outcomes)} cases, {complete} of them whole: {states:,} states, {steps:,} steps")
     return all(outcome.violation is None for outcome in outcomes)
 
 
 def _mutations(console: Console, outcomes: list[Outcome]) -> bool:
     table = Table("", "mutation of", "case", "result")
     wrong = []
-    for number, (mutation, outcome) in enumerate(zip(MUTATIONS + REDUNDANT, outcomes, strict=True)):
-        harmless = number >= len(MUTATIONS)
+    for number, (mutation, outcome) in enumerate(zip(ALL_MUTATIONS, outcomes, strict=True)):
+        harmless = number >= len(ALL_MUTATIONS) - len(ALL_REDUNDANT)
         if harmless != (outcome.violation is None):
             wrong.append(number)
         result = str(outcome.violation or ("redundant" if harmless else "NOT FOUND"))
-        table.add_row(str(number), mutation.kernel, mutation.case, result)
+        table.add_row(str(number), mutation.subject, mutation.case, result)
     console.print(table)
     expected = len(outcomes) - len(wrong)
-    console.print(f"{expected} of {len(outcomes)} mutations as expected; {len(REDUNDANT)} change nothing")
+    console.print(f"{expected} of {len(outcomes)} mutations as expected; {len(ALL_REDUNDANT)} change nothing")
     return not wrong
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from torchestra.engine import layout as at
 from torchestra.engine.native.declarations import KernelSource
-from verification import drivers, message_drivers
+from torchestra.engine.p2p import layout as w
+from verification import drivers, message_drivers, record_drivers
 from verification.memory import Known
 from verification.program import Edit, Library, unchanged
 from verification.ranks import Ranks, Sizes
 from verification.violations import WrongResult
-from verification.world import OPERATIONS, Rules, World, now
+from verification.world import ALLOCATED, OPERATIONS, Rules, World, load, now, store
 
 Make = Callable[[Known], World]
 Arguments = Callable[[Ranks, int], tuple[int, ...]]
@@ -29,30 +32,52 @@ def _nothing(*words: int) -> int:
     return 0
 
 
-REPLACED: dict[str, Callable[..., int]] = dict.fromkeys(
-    (
-        "recorder.recorder.open_entry",
-        "recorder.recorder.close_entry",
-        "recorder.recorder.begin_wait",
-        "recorder.recorder.end_wait",
-        "recorder.recorder.open_message",
-        "recorder.recorder.close_message",
-        "recorder.recorder.message_came",
-        "recorder.clock.read_coarse_clock",
-        "kernels.placement.rebalance_sometimes",
-    ),
-    _nothing,
+_RECORDER = (
+    "open_entry", "close_entry", "begin_wait", "end_wait", "open_message", "close_message", "message_came",
+)  # fmt: skip
+_LEFT_OUT: dict[str, Callable[..., int]] = dict.fromkeys(
+    ("recorder.clock.read_coarse_clock", "kernels.placement.rebalance_sometimes"), _nothing
 )
-"""Kernels that models leave out: they record events, and do not decide when ranks go on."""
+"""Kernels that models leave out: they do not decide when ranks go on."""
+REPLACED = _LEFT_OUT | dict.fromkeys((f"recorder.recorder.{name}" for name in _RECORDER), _nothing)
+"""These, and those that record events."""
+_ATTEMPTS = 2
+_CLOCK = ALLOCATED + 8
 
 
-def library(edit: Edit = unchanged) -> Library:
-    """Return the kernels, ready to run; ``edit`` changes their trees."""
+def _tick(*words: int) -> int:
+    """Return how often the rank has looked at its clock."""
+    store(_CLOCK, load(_CLOCK) + 1)
+    return load(_CLOCK)
+
+
+def _fewer_attempts(edit: Edit) -> Edit:
+    """Have readers of an entry try twice: more attempts are as the second."""
+
+    def change(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
+        tree = edit(name, tree)
+        if name != "recorder.recorder.read_entry":
+            return tree
+        text = ast.unparse(tree)
+        assert text.count("range(_ATTEMPTS)") == 1
+        return cast(ast.FunctionDef, ast.parse(text.replace("_ATTEMPTS", str(_ATTEMPTS))).body[0])
+
+    return change
+
+
+def library(edit: Edit = unchanged, *, recorded: bool = False) -> Library:
+    """Return the kernels, ready to run; ``edit`` changes their trees.
+
+    Args:
+        recorded: with those that record events, and a clock that counts how often it is looked at.
+    """
     operations: dict[str, Callable[..., Any]] = {
         **OPERATIONS,
         "expect": _expect,
         "somebody_crashed": lambda: int(bool(now.world.crashed)),
     }
+    if recorded:
+        return Library(operations, {**_LEFT_OUT, "recorder.clock.read_clock": _tick}, _fewer_attempts(edit))
     return Library(operations, REPLACED, edit)
 
 
@@ -67,6 +92,7 @@ class Case:
         arguments: gives the driver's arguments.
         sizes: into which operations are cut.
         rules: for events other than the ranks' own steps.
+        recorded: with the flight recorder.
     """
 
     name: str
@@ -75,6 +101,11 @@ class Case:
     arguments: Arguments
     sizes: Sizes = field(default_factory=Sizes)
     rules: Rules = field(default_factory=Rules)
+    recorded: bool = False
+
+    def kernels(self, edit: Edit = unchanged) -> Library:
+        """Return the kernels that this case runs."""
+        return library(edit, recorded=self.recorded)
 
     def make(self, kernels: Library, ranks: Ranks) -> Make:
         """Return the function that makes the first state, of ranks in a new arena."""
@@ -124,6 +155,11 @@ def from_heap(count: int, outputs: int, *more: int) -> Arguments:
     )
 
 
+def record(of: Callable[[Ranks], int], *more: int) -> Arguments:
+    """Return the arguments of a rank that writes a record, and of another that reads it."""
+    return lambda ranks, rank: (ranks.contexts[rank].address, of(ranks), ranks.tensor(rank, 8), *more)
+
+
 def message(count: int, *more: int, ring: int = 256) -> Arguments:
     """Return the arguments of messages of ``count`` words, through a ring of ``ring`` bytes."""
     return lambda ranks, rank: (
@@ -143,7 +179,22 @@ _LENT = Sizes(single_copy=64)
 _LENT_IN_VAIN = Sizes(single_copy=64, unable=(1,))
 # Beside the flag, in a slot, in two chunks.
 _SMALL, _SLOT, _CHUNKS = 1, 7, 200
-d, m = drivers, message_drivers
+d, m, e = drivers, message_drivers, record_drivers
+
+
+def _after(ranks: Ranks, rank: int, sequence: int) -> int:
+    """Return the address of a plan of a rank that has done so many operations.
+
+    Of a flag the system compares the low 32 bits, which wrap every 256 operations.
+    """
+    ranks.begin_after(sequence)
+    return ranks.plan(rank)
+
+
+def _entry(offset: int) -> Callable[[Ranks], int]:
+    """Return the function that gives the address of an entry of rank 0's record, of number 1."""
+    return lambda ranks: ranks.record(0) + offset + at.ENTRY_BYTES
+
 
 CASES = [
     Case("barrier", 2, d.barriers, lambda r, k: (r.plan(k), 3)),
@@ -193,6 +244,20 @@ CASES = [
          rules=Rules(crashes=1, preemptions=1)),
     Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 0), rules=_TIMED),
     Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 1, 1), rules=_TIMED),
+    Case("barrier, numbers wrap", 2, d.barriers, lambda r, k: (_after(r, k, 254), 3)),
+    Case("all_reduce in slots, numbers wrap", 2, d.all_reduces,
+         lambda r, k: (_after(r, k, 254), _SLOT, r.tensor(k, _SLOT), -1, 3)),
+    Case("messages, numbers wrap", 2, m.stream,
+         lambda r, k: (r.mailbox_after(k, w.SLOTS - 2), r.tensor(k, 16), r.tensor(k, 1), 1, 3)),
+    Case("doorbell, the count wraps", 2, m.queue_and_thread,
+         lambda r, k: (r.shared_words(8, (1 << 32) - 1, (1 << 32) - 1), k, 2, 0), rules=_TIMED),
+    Case("record of collectives", 2, e.collectives, record(_entry(at.OPERATIONS_AT), 3, 2), recorded=True),
+    Case("record of collectives, a rank crashes", 2, e.collectives, record(_entry(at.OPERATIONS_AT), 2, 1),
+         rules=_CRASH, recorded=True),
+    Case("record of a wait", 2, e.waits, record(lambda r: r.record(0), 3, 2), recorded=True),
+    Case("record of messages", 2, e.messages, record(_entry(at.MESSAGES_AT), 0, 2), recorded=True),
+    Case("record of barriers", 2, e.recorded_barriers,
+         lambda r, k: (r.plan(k), r.record(1 - k), r.tensor(k, 8), 2), recorded=True),
     Case("barrier of three", 3, d.barriers, lambda r, k: (r.plan(k), 2), rules=_BOUNDED),
     Case("all_reduce of three", 3, d.all_reduces, in_place(_SMALL, -1, 2), rules=_BOUNDED),
     Case("broadcast of three", 3, d.broadcasts, in_place(6, 1, 2, root=1), rules=_BOUNDED),

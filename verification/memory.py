@@ -60,20 +60,30 @@ class SharedMemory:
         known: the known facts about the words.
         relaxed: words by which no rank learns what another has done, though C11 lets it. Fewer states; a
             protocol that is right without is right with it.
+        loose: words that one rank writes in no order while others read them, and that are not watched for
+            races. Whoever reads such a word may read any value that is not older than one it knows of.
     """
 
     __slots__ = (
-        "clocks", "dirty", "history", "initial", "known", "oldest", "ordered", "plain", "plain_hash",
-        "readers", "relaxed", "size", "streamed", "views", "writers",
+        "clocks", "dirty", "fenced", "history", "initial", "known", "loose", "oldest", "ordered", "plain",
+        "plain_hash", "readers", "relaxed", "size", "streamed", "views", "writers",
     )  # fmt: skip
 
     def __init__(
-        self, size: int, initial: Callable[[int], int], known: Known, relaxed: frozenset[int]
+        self,
+        size: int,
+        initial: Callable[[int], int],
+        known: Known,
+        relaxed: frozenset[int],
+        loose: range = range(0),
     ) -> None:
         self.size = size
         self.initial = initial
         self.known = known
         self.relaxed = relaxed
+        self.loose = loose
+        # By rank, what its last release fence covers: its view and its clock.
+        self.fenced: list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = [((), (0,) * size)] * size
         self.plain: dict[int, int] = {}
         self.plain_hash = 0
         self.writers: dict[int, tuple[int, int]] = {}
@@ -95,6 +105,7 @@ class SharedMemory:
         new.history, new.oldest = self.history.copy(), self.oldest.copy()
         new.ordered, new.views = self.ordered.copy(), [view.copy() for view in self.views]
         new.clocks, new.dirty, new.streamed = self.clocks.copy(), self.dirty.copy(), self.streamed
+        new.loose, new.fenced = self.loose, self.fenced.copy()
         return new
 
     def key(self) -> Any:
@@ -116,6 +127,7 @@ class SharedMemory:
             tuple(self.clocks),
             tuple(self.dirty),
             self.streamed,
+            tuple([(self._news(view), clock) for view, clock in self.fenced]),
         )
 
     def _news(self, view: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -126,6 +138,8 @@ class SharedMemory:
 
     def read(self, rank: int, address: int) -> int:
         """Read a word in place."""
+        if address in self.loose:  # its writer does
+            return self.newest(address) if address in self.history else self._value(address)
         if address in self.history:  # an atomic word, which only its own writer may read so
             return self.history[address][-1][0]
         self._order_after_writer(rank, address, "reads")
@@ -140,6 +154,9 @@ class SharedMemory:
 
     def write(self, rank: int, address: int, value: int, *, streams: bool = False) -> None:
         """Write a word in place; if it ``streams``, it is visible only after the rank's next stream fence."""
+        if address in self.loose:
+            self.store(rank, address, value, ordered=False, releases=False)
+            return
         self._order_after_writer(rank, address, "writes")
         clock = self.clocks[rank]
         for other, time in self.readers.get(address, ()):
@@ -155,6 +172,10 @@ class SharedMemory:
         if streams or address in mine:
             changed = mine | {address} if streams else mine - {address}
             self.streamed = (*self.streamed[:rank], changed, *self.streamed[rank + 1 :])
+
+    def release_fence(self, rank: int) -> None:
+        """Let whoever reads what the rank writes from now on know all that it knows now."""
+        self.fenced[rank] = (tuple(sorted(self.views[rank].items())), self.clocks[rank])
 
     def stream_fence(self, rank: int) -> None:
         """Let the rank's later releases cover its streamed writes."""
@@ -266,7 +287,7 @@ class SharedMemory:
         messages = self._messages(address)
         self.views[rank][address] = self.oldest.get(address, 0) + len(messages)
         if address in self.relaxed or not releases:
-            self.history[address] = (*messages, (to_word(value), (), (0,) * self.size))
+            self.history[address] = (*messages, (to_word(value), *self.fenced[rank]))
             return
         view, clock = self.views[rank], self.clocks[rank]
         if read is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import doorbell
-from torchestra.engine.native.atomics import load, store, store_ordered
+from torchestra.engine.native.atomics import load, load_acquire, store, store_ordered
 from torchestra.engine.p2p import immediate, kernels
 from torchestra.engine.p2p import layout as w
 from verification.drivers import driver, expect, fill, look_around, value
@@ -112,10 +112,11 @@ def any_source(state, record, tensor, count, receiver):
 def queue_and_thread(words, is_thread, tasks, hurries):
     """Submit tasks and close the queue, as the program; begin them all and end, as the thread."""
     if is_thread:
+        before = load_acquire(words + BEGUN)
         begun = 0
         while await_task(words):
             begun += 1
-            store_ordered(words + BEGUN, begun)
+            store_ordered(words + BEGUN, before + begun)
         expect(begun >= tasks, 1)
         return DONE
     for _ in range(tasks):

@@ -28,6 +28,11 @@ class Mutation:
     new: str
     case: str
 
+    @property
+    def subject(self) -> str:
+        """What is changed, for reports."""
+        return self.kernel
+
     def edit(self) -> Edit:
         """Return the function that changes the kernel's tree."""
 
@@ -48,7 +53,7 @@ _WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE, _EXCHANGE, _LENDING = (
     f"kernels.{name}."
     for name in ("waiting", "buffers", "eager", "move", "reduce", "exchange", "single_copy")
 )
-_RING, _DOORBELL = "p2p.ring.", "kernels.doorbell."
+_RING, _DOORBELL, _RECORD = "p2p.ring.", "kernels.doorbell.", "recorder.recorder."
 _FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
 
 MUTATIONS = [
@@ -195,6 +200,7 @@ MUTATIONS = [
     Mutation(_RING + "put_header", "store_ordered(slot", "store_release(slot", "messages"),
     Mutation(_RING + "put_header", "store_release(slot", "store_relaxed(slot", "messages through the ring"),
     Mutation(_RING + "next_header", "load_acquire(", "load_relaxed(", "messages"),
+    Mutation(_RING + "next_header", "== got + 1", "!= 0", "messages, numbers wrap"),
     Mutation(_RING + "take", "    full_fence()\n", "    pass\n", "a message as long as two rings"),
     Mutation(
         _RING + "take", "load_acquire(channel", "load_relaxed(channel", "a message longer than the ring"
@@ -214,7 +220,28 @@ MUTATIONS = [
         "ring(words)\n    store_ordered(words + CLOSED, 1)",
         "doorbell",
     ),
-]
+    # The flight recorder.
+    Mutation(_RECORD + "write_entry", "    release_fence()\n", "", "record of collectives"),
+    Mutation(_RECORD + "write_entry", "store_release(entry + STAMP, 0)", "pass", "record of collectives"),
+    Mutation(_RECORD + "write_entry", "store_release(entry + STAMP, stamp)",
+             "store_relaxed(entry + STAMP, stamp)", "record of collectives"),
+    Mutation(_RECORD + "close_entry", "store_release(entry + ENDED", "store(entry + ENDED",
+             "record of collectives"),
+    Mutation(_RECORD + "read_entry", "stamp = load_acquire(", "stamp = load_relaxed(",
+             "record of collectives"),
+    Mutation(_RECORD + "read_entry", "load_acquire(entry + offset)", "load_relaxed(entry + offset)",
+             "record of collectives"),
+    Mutation(_RECORD + "read_entry", "load_acquire(entry + STAMP) == stamp", "True",
+             "record of collectives"),
+    Mutation(_RECORD + "begin_wait", "    release_fence()\n", "", "record of a wait"),
+    Mutation(_RECORD + "begin_wait", "store_release(", "store(", "record of a wait"),
+    Mutation(_RECORD + "read_wait", "load_acquire(record + WAITING_SINCE) == since", "True",
+             "record of a wait"),
+    Mutation(_RECORD + "read_wait", "load_acquire(record + WAITING_FOR)",
+             "load_relaxed(record + WAITING_FOR)", "record of a wait"),
+    Mutation(_RECORD + "message_came", "load(entry + STAMP) == number", "True", "record of messages"),
+    Mutation(_RECORD + "close_message", "load(entry + STAMP) == number", "True", "record of messages"),
+]  # fmt: skip
 
 REDUNDANT = [
     # The system's part of falling asleep begins with a full fence, and compares the word again. The kernels

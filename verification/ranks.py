@@ -102,6 +102,37 @@ class Ranks:
         self._kept.append(plan)
         return self.own(rank, plan._words)
 
+    def begin_after(self, sequence: int) -> None:
+        """Have all ranks begin as after so many operations."""
+        for rank, context in enumerate(self.contexts):
+            context.store_word(at.SEQUENCE, sequence)
+            context.store_word(at.SEEN, sequence)
+            flags = self.arena.control(rank) + at.FLAG_LINES
+            for number in range(sequence - at.FLAGS + 1, sequence + 1):
+                line = flags + (number & (at.FLAGS - 1)) * at.LINE
+                self.arena.store_word(line + at.FLAG, (number << at.STEP_BITS) + 2)
+
+    def mailbox_after(self, rank: int, number: int, ring: int = 256) -> int:
+        """Return :meth:`mailbox` as after so many messages each way, and after many wake-ups."""
+        address = self.mailbox(rank, ring)
+        words = self._kept[-1]
+        assert isinstance(words, np.ndarray)
+        for peer in range(self.size):
+            known = (p2p.PEERS_AT + peer * p2p.PEER_BYTES) // WORD
+            words[known + p2p.SENT // WORD] = words[known + p2p.GOT // WORD] = number
+            channel = self.layout.channels + p2p.doorbells_bytes(self.size)
+            channel += (rank * self.size + peer) * p2p.channel_bytes(self.size)
+            self._set(channel + p2p.TAKEN, number)
+            for slot in range(p2p.SLOTS):
+                stamp = channel + p2p.SLOTS_AT + slot * p2p.SLOT_BYTES + p2p.STAMP
+                self._set(stamp, slot + 1 if slot < number else 0)
+        self._set(self.layout.channels + rank * p2p.DOORBELL_BYTES + p2p.RUNG, (1 << 32) - 1)
+        return address
+
+    def _set(self, offset: int, value: int) -> None:
+        """Write a word of the arena."""
+        ctypes.c_int64.from_address(self.arena.address + offset).value = value
+
     def mailbox(self, rank: int, ring: int = 256, piece: int = 256) -> int:
         """Return the address of the state of a rank's mailbox, with a short ring."""
         base = self.arena.address + self.layout.channels
@@ -111,11 +142,16 @@ class Ranks:
             mailbox._words[offset // WORD] = value
         return self.own(rank, mailbox._words)
 
-    def shared_words(self, number: int) -> int:
-        """Return the address of words that all ranks use; the same at each call."""
+    def shared_words(self, number: int, *first: int) -> int:
+        """Return the address of words that all ranks use; the same at each call. ``first``: their values."""
         if self._words is None:
             self._words = np.zeros(number, dtype=np.int64)
+            self._words[: len(first)] = first
         return int(self._words.ctypes.data)
+
+    def record(self, rank: int) -> int:
+        """Return the address of a rank's flight record."""
+        return int(self.contexts[rank].load_word(at.RECORD))
 
     def is_private(self, rank: int) -> Callable[[int], bool]:
         """Return a function that tells which addresses only that rank uses."""
@@ -149,4 +185,10 @@ class Ranks:
             return found
 
         abort = self.arena.address + at.HEADER_ABORT
-        return lambda known: World(starts, SharedMemory(self.size, initial, known, relaxed), rules, abort)
+        first = self.arena.address + self.layout.records
+        loose = range(first, first + self.size * self.layout.record_bytes)
+
+        def make(known: Known) -> World:
+            return World(starts, SharedMemory(self.size, initial, known, relaxed, loose), rules, abort)
+
+        return make

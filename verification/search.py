@@ -5,14 +5,47 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from verification.memory import Known, KnowsMore
 from verification.violations import Deadlock, NeverEnds, Violation
-from verification.world import CRASH, Event, World
+from verification.world import UNASKED, Event, Stop
 
-Make = Callable[[Known], World]
+
+class State(Protocol):
+    """A state of all ranks."""
+
+    @property
+    def stops(self) -> Sequence[Stop | None]:
+        """By rank, the operation that it does next; None if it has ended."""
+
+    @property
+    def asleep(self) -> Sequence[object]:
+        """By rank, what it sleeps on, if it sleeps."""
+
+    @property
+    def crashed(self) -> frozenset[int]:
+        """The ranks that have."""
+
+    def copy(self) -> State:
+        """Return a state that can be changed without this one."""
+
+    def key(self) -> int:
+        """Return a hash of all data that determine the possible futures."""
+
+    def has_ended(self) -> bool:
+        """Return whether every rank has ended, or crashed."""
+
+    def events(self) -> Iterator[Event]:
+        """Yield the possible next events."""
+
+    def apply(self, event: Event) -> None:
+        """Let an event happen."""
+
+
+Make = Callable[[Known], State]
 """Makes the first state, given the known facts about its words."""
 _LONGEST_WALK = 20_000
 
@@ -55,7 +88,7 @@ def search(make: Make, most_states: int = 10**9, seconds: float = 1e9) -> Outcom
 
 
 class _Search:
-    def __init__(self, first: World) -> None:
+    def __init__(self, first: State) -> None:
         self._outcome = Outcome(states=1)
         self._first = first.key()
         self._waiting = [(self._first, first)]
@@ -77,7 +110,7 @@ class _Search:
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    def _expand(self, key: int, world: World) -> None:
+    def _expand(self, key: int, world: State) -> None:
         events = list(world.events())
         event = None
         try:
@@ -137,7 +170,7 @@ def walk(make: Make, seconds: float, seed: int = 0) -> Outcome:
     return outcome
 
 
-def _walk(world: World, dice: random.Random, outcome: Outcome) -> None:
+def _walk(world: State, dice: random.Random, outcome: Outcome) -> None:
     change = dice.choice((0.02, 0.1, 0.5))
     rank = -1
     path: list[Event] = []
@@ -146,7 +179,7 @@ def _walk(world: World, dice: random.Random, outcome: Outcome) -> None:
             events = list(world.events())
             _refuse_deadlock(world, events)
             if dice.random() < 0.99:
-                events = [event for event in events if event.choice != CRASH] or events
+                events = [event for event in events if event.choice not in UNASKED] or events
             ranks = sorted({event.rank for event in events})
             if rank not in ranks or dice.random() < change:
                 rank = dice.choice(ranks)
@@ -162,8 +195,8 @@ def _walk(world: World, dice: random.Random, outcome: Outcome) -> None:
         outcome.violation, outcome.path = violation, path
 
 
-def _refuse_deadlock(world: World, events: list[Event]) -> None:
-    if not any(event.choice != CRASH for event in events):
+def _refuse_deadlock(world: State, events: list[Event]) -> None:
+    if not any(event.choice not in UNASKED for event in events):
         where = [
             f"rank {rank} {'sleeps' if world.asleep[rank] else 'waits'} at {stop.line}"
             for rank, stop in enumerate(world.stops)

@@ -44,6 +44,9 @@ class Event(NamedTuple):
 
 
 ONLY, CRASH, SLEEP_ENDS, TIME_OUT = "", "crashes", "is woken", "times out"
+INTERRUPT = "is interrupted"
+UNASKED = (CRASH, INTERRUPT)
+"""Events that may happen at any moment, or never: nobody waits for them."""
 
 
 @dataclass(frozen=True)
@@ -431,7 +434,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "stream_line": _stream_line,
     "stream_fence": lambda: now.world.memory.stream_fence(now.rank),
     "call_reduction": _add_up,
-    "release_fence": _nothing,
+    "release_fence": lambda: now.world.memory.release_fence(now.rank),
     "spin_hint": _nothing,
     "sched_yield": _nothing,
     "counter": _nothing,
@@ -441,4 +444,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 """By name: the functions that stand for a kernel's invisible intrinsics and C functions."""
 
-__all__ = ["OPERATIONS", "Event", "Rules", "Start", "Stop", "World", "load", "now", "process_of", "store"]
+__all__ = [
+    "OPERATIONS", "UNASKED", "Event", "Rules", "Start", "Stop", "World", "load", "now", "process_of", "store",
+]  # fmt: skip

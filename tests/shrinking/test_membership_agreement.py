@@ -10,10 +10,11 @@ import threading
 import pytest
 
 from torchestra.engine import layout as at
-from torchestra.engine.membership.agreement import State
+from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, PollInterval, State
 from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
+from torchestra.system.deadline import Deadline
 
 SOON = 20.0
 
@@ -65,6 +66,55 @@ def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
     assert isinstance(error, RankExcludedError)
     assert error.survivors == (0, 1)
     assert "group 'g' was shrunk to ranks 0, 1 without rank 2" in str(error)
+
+
+class Alone:
+    """The entry into a group of one rank."""
+
+    def gone(self) -> set[int]:
+        return set()
+
+    def offer(self, ballot: Ballot, survivors: object) -> bytes:
+        return bytes(32)
+
+    def advance(self, ballot: Ballot) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> None:
+        raise AssertionError("there is nobody to wait for")
+
+    def awaited(self, ballot: Ballot) -> set[int]:
+        return set()
+
+    def leave(self) -> None:
+        pass
+
+
+def test_a_rank_that_was_interrupted_after_the_commit_is_told_that_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (view,) = views(1)
+
+    def attempt() -> Ballot:
+        interval = PollInterval(0.001, 0.001)
+        agreement = MembershipAgreement(view, Alone(), "g", Deadline(), interval, str, lambda late: "")
+        return agreement.run(())
+
+    commit = view.commit
+
+    def commit_and_interrupt(ballot: Ballot) -> bool:
+        assert commit(ballot)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(view, "commit", commit_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        attempt()
+    monkeypatch.undo()
+    with pytest.raises(
+        RankExcludedError, match=r"rank 0: group 'g' has gone on as ranks 0, .* interrupted"
+    ) as caught:
+        attempt()
+    assert caught.value.survivors == ()
 
 
 def test_who_comes_and_who_is_excluded_is_seen_by_all() -> None:

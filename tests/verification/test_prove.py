@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from torchestra.engine.native.atomics import (
@@ -17,11 +19,11 @@ from torchestra.engine.native.atomics import (
     store_ordered,
     store_release,
 )
-from verification.cases import Case, case_named, library
+from verification.cases import Case, library
 from verification.drivers import driver, expect
 from verification.mutations import MUTATIONS, REDUNDANT, Mutation
 from verification.program import WEAKER
-from verification.proving import find, ranks_of
+from verification.proving import Start, case_named, find
 from verification.ranks import Ranks
 from verification.search import Outcome, search, walk
 from verification.violations import DataRace, Deadlock, WrongResult
@@ -122,37 +124,43 @@ def test_independent_reads_of_independent_writes_may_differ() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["broadcast", "broadcast, counts differ", "reduce_scatter", "messages without a record", "doorbell"],
+    [
+        "broadcast",
+        "broadcast, counts differ",
+        "reduce_scatter",
+        "messages without a record",
+        "doorbell",
+        "record of a wait",
+    ],
 )
 def test_a_case_holds(name: str) -> None:
-    case = case_named(name)
-    outcome = search(case.make(library(), ranks_of(case)), 20_000)
+    outcome = search(Start(case_named(name)).make, 20_000)
     assert outcome.violation is None, outcome.violation
 
 
 def test_survivors_of_a_crash_can_end_from_every_state() -> None:
-    case = case_named("broadcast, a rank crashes")
-    outcome = search(case.make(library(), ranks_of(case)))
+    outcome = search(Start(case_named("broadcast, a rank crashes")).make)
     assert outcome.complete
     assert outcome.ends > 10
 
 
 def test_walks_find_a_lost_wake_up() -> None:
     mutation = next(each for each in MUTATIONS if each.kernel.endswith("end_posted"))
-    case = case_named(mutation.case)
-    outcome = walk(case.make(library(mutation.edit()), ranks_of(case)), 30)
+    outcome = walk(Start(case_named(mutation.case), mutation).make, 30)
     assert isinstance(outcome.violation, Deadlock)
     assert outcome.path
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS[::6], ids=lambda mutation: mutation.kernel)
 def test_a_mutation_is_found(mutation: Mutation) -> None:
-    outcome = find(mutation, ranks_of(case_named(mutation.case)))
+    outcome = find(mutation)
     assert outcome.violation is not None
 
 
 def test_there_are_enough_mutations_and_their_texts_occur() -> None:
     assert len(MUTATIONS) >= 30
     for mutation in MUTATIONS + REDUNDANT:
-        case = case_named(mutation.case)
-        case.make(library(mutation.edit()), ranks_of(case))
+        assert case_named(mutation.case)
+        module, _, name = mutation.kernel.rpartition(".")
+        kernel = getattr(importlib.import_module(f"torchestra.engine.{module}"), name)
+        library(mutation.edit()).tree(kernel)

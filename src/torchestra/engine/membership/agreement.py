@@ -60,6 +60,7 @@ from torchestra.errors import CollectiveTimeoutError, DistError, RankExcludedErr
 from torchestra.system.deadline import Deadline
 
 _GROWTH = 1.3
+_REMEDY = "this rank has no part in what the others do; end it, or start it anew"
 
 
 class State(IntEnum):
@@ -299,6 +300,18 @@ class MembershipAgreement:
         named = None if excluder is None else self._describe(excluder)
         if (error := exclusion_error(ballot, self._rank, named, self._group)) is not None:
             raise error
+        if ballot.state is State.COMMITTED and not (self._ready and ballot.epoch == self._epoch):
+            self._refuse_if_left(ballot)
+
+    def _refuse_if_left(self, ballot: Ballot) -> None:
+        """Raise if this rank was ready for the committed epoch in an attempt that was interrupted."""
+        if self._rank not in self._registers.unacknowledged(ballot):
+            raise RankExcludedError(
+                f"rank {self._rank}: group {self._group!r} has gone on as ranks"
+                f" {', '.join(map(str, ballot.survivors))}, but this rank's call was interrupted just then,"
+                f" and it left the new group; {_REMEDY}",
+                tuple(rank for rank in ballot.survivors if rank != self._rank),
+            )
 
     def _end_late(self, ballot: Ballot, late: Sequence[int]) -> bool:
         """Raise, as the time is over, unless this rank turns out to be in the new group after all."""
@@ -327,16 +340,16 @@ class MembershipAgreement:
 
 def exclusion_error(ballot: Ballot, rank: int, excluder: str | None, group: str) -> RankExcludedError | None:
     """Return the error to raise if the others go on, or will, without this rank."""
-    remedy = "this rank has no part in what the others do; end it, or start it anew"
     if ballot.state is State.COMMITTED and rank not in ballot.survivors:
         others = ", ".join(map(str, ballot.survivors))
         why = "which was taken for dead" if excluder is None else f"because {excluder} has excluded it"
         return RankExcludedError(
-            f"rank {rank}: group {group!r} was shrunk to ranks {others} without rank {rank}, {why}; {remedy}",
+            f"rank {rank}: group {group!r} was shrunk to ranks {others} without rank {rank}, {why};"
+            f" {_REMEDY}",
             ballot.survivors,
         )
     if excluder is not None and ballot.state is not State.COMMITTED:
         return RankExcludedError(
-            f"rank {rank}: {excluder} has excluded rank {rank} from group {group!r}; {remedy}"
+            f"rank {rank}: {excluder} has excluded rank {rank} from group {group!r}; {_REMEDY}"
         )
     return None

@@ -53,7 +53,7 @@ class StoreRegisters(Registers):
         if self._epoch == 0:
             self._begin_epoch()
         while True:
-            came, gone, excluded, entered, proposal, verdict = self._store.multi_get(self._keys())
+            verdict, proposal, came, gone, excluded, entered = self._store.multi_get(self._keys())
             if verdict in (b"", _COMMITTED):
                 read = read_proposal(proposal, self.size) if proposal else ((), b"")
                 if read is not None:
@@ -137,8 +137,12 @@ class StoreRegisters(Registers):
             self._store.compare_set(key, "", "")
 
     def _keys(self) -> tuple[str, ...]:
+        """Return the keys in an order in which they may be read one by one, as some stores do.
+
+        A verdict is read before the proposal that it is on, and who has come before whom they exclude.
+        """
         epoch = self._epoch
-        return "came", "gone", "excluded", f"entered/{epoch}", f"round/{epoch}", f"verdict/{epoch}"
+        return f"verdict/{epoch}", f"round/{epoch}", "came", "gone", "excluded", f"entered/{epoch}"
 
     def _ranks_that_came(self, text: bytes) -> dict[int, bytes]:
         """Return how the ranks come that want to go on: ``b"+"`` where others may be let in."""

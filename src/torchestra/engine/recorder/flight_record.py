@@ -43,6 +43,7 @@ _OTHER = at.TALLIED_KINDS - 1  # kinds from here on are counted together
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
 # Kernels have no annotations: they take words, here addresses.
 _read_ring: Any = recorder.read_ring
+_read_wait: Any = recorder.read_wait
 
 
 class Readable(Protocol):
@@ -170,7 +171,17 @@ def _why_aborted(arena: Readable) -> str | None:
 def waits_for_other_hosts(arena: Readable, rank: int) -> bool:
     """Return whether a rank, by its place, has done its part on this host and waits for other hosts."""
     record = arena.layout.records + rank * arena.layout.record_bytes
-    return arena.load_word(record + at.WAITING_SINCE) != 0 and arena.load_word(record + at.WAITING_FOR) < 0
+    wait = _wait(arena, record)
+    return wait is not None and wait[1] < 0
+
+
+def _wait(arena: Readable, record: int) -> tuple[int, int] | None:
+    """Return since when a rank waits, in ticks, and for which place; None if it does not wait."""
+    words = np.zeros(2, dtype=np.int64)
+    if not _read_wait(arena.address + record, words.ctypes.data):
+        return None
+    since, peer = words.tolist()
+    return since, peer
 
 
 def tick_scale(arena: Readable) -> TickScale:
@@ -192,7 +203,7 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     if crosses:
         remote = _ring(arena, record + at.REMOTE_MESSAGES_AT)
         messages = sorted([*messages, *((row, range(size)) for row in remote)], key=_stamp)
-    since = arena.load_word(record + at.WAITING_SINCE)
+    wait = _wait(arena, record)
     blamed = [0] * size
     for local_rank, group_rank in enumerate(group_ranks):
         words = (
@@ -219,8 +230,8 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
             arena.load_word(record + at.MESSAGES_WAITED) + arena.load_word(record + at.REMOTE_MESSAGES_WAITED)
         ),
         waited_for=tuple(map(scale.duration, blamed)),
-        waiting_for=_rank(arena.load_word(record + at.WAITING_FOR), group_ranks) if since else None,
-        waiting_since=scale.time(since) if since else None,
+        waiting_for=None if wait is None else _rank(wait[1], group_ranks),
+        waiting_since=None if wait is None else scale.time(wait[0]),
         tallies=tuple(_tallies(arena, record, crosses, scale)),
         spans=tuple(_spans(_ring(arena, record + at.SPANS_AT)[-last:])),
         calls=tuple(_calls(arena, record + at.CALLS_AT)),

@@ -18,6 +18,8 @@ between two looks at the stamp sees another stamp, or none, at the second look (
 acquire, so that the second look is not done early). Within the life of an entry three words change: WAITED
 and AWAITED, and ENDED, which is written last (release).
 
+A wait is written likewise: WAITING_SINCE is its stamp, and WAITING_FOR what is in it (:func:`read_wait`).
+
 Tallies count what has ended, by kind and size class; each word of them has one writer, who also writes the
 entries, and grows. What readers sum up from them may be one operation ahead in one word.
 
@@ -147,6 +149,7 @@ def begin_wait(context, peer):
     """Begin a wait for ``peer`` that has left its spinning phase; return the time."""
     since = now(context)
     record = load(context + RECORD)
+    release_fence()
     store(record + WAITING_FOR, peer)
     store_release(record + WAITING_SINCE, since)
     return since
@@ -278,6 +281,15 @@ def read_entry(entry, copy):
             return stamp
     store(copy + STAMP, 0)
     return 0
+
+
+@kernel
+def read_wait(record, copy):
+    """Copy since when a rank has waited, and for whom; return 0 if it does not, or did until just now."""
+    since = load_acquire(record + WAITING_SINCE)
+    store(copy, since)
+    store(copy + 8, load_acquire(record + WAITING_FOR))
+    return since != 0 and load_acquire(record + WAITING_SINCE) == since
 
 
 @kernel
