@@ -163,8 +163,10 @@ MUTATIONS = [
     ),
     Mutation(
         _REDUCE + "_all_reduce_direct",
-        "memcpy(first_piece(context, rank, length), address, length)\n        post(context, meta, count)",
-        "post(context, meta, count)\n        memcpy(first_piece(context, rank, length), address, length)",
+        "fill(context, first_piece(context, rank, length), address, length)\n"
+        "        post(context, meta, count)",
+        "post(context, meta, count)\n"
+        "        fill(context, first_piece(context, rank, length), address, length)",
         "all_reduce beside the flag",
     ),
     Mutation(

@@ -210,16 +210,16 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
     ],
     reduce: [
         (  # all_reduce, direct
-            "        memcpy(first_piece(context, rank, length), address, length)\n",
+            "        fill(context, first_piece(context, rank, length), address, length)\n",
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, NOT_SHARED)\n"
-            "        memcpy(first_piece(context, rank, length), address, length)\n",
+            "        fill(context, first_piece(context, rank, length), address, length)\n",
         ),
         (  # all_reduce of parts, direct
-            "        copy_in(parts, number, 0, count",
+            "        copy_in(context, parts, number, 0, count",
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, NOT_SHARED)\n"
-            "        copy_in(parts, number, 0, count",
+            "        copy_in(context, parts, number, 0, count",
         ),
         (  # all_reduce, chunked
             "        if iteration < chunks:\n            _leave_pieces",
@@ -253,7 +253,9 @@ def _modules() -> dict[ModuleType, ModuleType]:
             for old, new in _EDITS[module]:
                 assert old in source, f"{module.__name__} has changed: adapt the edit of\n{old}"
                 source = source.replace(old, new)
-            source = source.replace("memcpy(", "slow_memcpy(").replace("call_reduction(", "slow_reduction(")
+            source = source.replace("memcpy(", "slow_memcpy(")
+            source = source.replace("    fill(context, ", "    slow_memcpy(")
+            source = source.replace("call_reduction(", "slow_reduction(")
             for name, edited in names.items():
                 source = source.replace(f"from {name} ", f"from {edited} ")
             vars(copy).update(

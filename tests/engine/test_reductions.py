@@ -112,6 +112,21 @@ def test_the_average_over_more_ranks_than_the_type_can_count(dtype: torch.dtype,
     assert source.tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_averages_are_divided_to_the_last_bit(dtype: torch.dtype) -> None:
+    """By a power of two by multiplication, which the bits must not tell, denormal numbers included."""
+    info = torch.finfo(dtype)
+    values = torch.cat([sample(dtype, 200, seed=3), sample(dtype, 200, seed=4) * 4 * info.tiny])
+    values = torch.cat([values, torch.tensor([info.max, info.smallest_normal, torch.inf, -0.0], dtype=dtype)])
+    for number in (1, 2, 3, 4, 6, 64, 100, 4096):
+        source, target = values.clone(), torch.empty_like(values)
+        reductions.divide(dtype, source.data_ptr(), number, len(source))
+        assert same_bits(source, values / number)
+        if number <= 6:
+            reduce_into(target, [values] + [torch.full_like(values, -0.0)] * (number - 1), ReduceOp.AVG)
+            assert same_bits(target, values / number)
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
 @pytest.mark.parametrize("factor", [0.1, -3.0, 1e-40])
 def test_scaling(dtype: torch.dtype, factor: float) -> None:

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.copies import stream
+from torchestra.engine.kernels.copies import copy_past_caches, stream
 from torchestra.engine.kernels.waiting import current_line
-from torchestra.engine.native.atomics import kernel, load, memcpy
+from torchestra.engine.native.atomics import kernel, load, memcpy, store, stream_fence
+from torchestra.engine.recorder.clock import now
 
 SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
     at.SLOTS,
@@ -19,6 +20,13 @@ SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
 SIZE, STREAM_ABOVE = at.SIZE, at.STREAM_ABOVE
 PAYLOAD, PAYLOAD_BYTES = at.PAYLOAD, at.PAYLOAD_BYTES
 EAGER_SLOTS, EAGER_SLOT_BYTES, WINDOW = at.EAGER_SLOTS, at.EAGER_SLOT_BYTES, at.WINDOW
+FILLS, FILL_TICKS = at.FILLS, at.FILL_TICKS
+
+_MEASURED_BYTES = 1 << 15
+_MEASURED_EVERY = 64
+_FIRST_MEASURED = 7
+_MUCH_FASTER = 2
+_PAST_CACHES_FROM = 1 << 12
 
 SHARED_PATH = 1 << 60
 """RESUME of an operation that goes on over the peers' own tensors."""
@@ -63,6 +71,59 @@ def eager_piece(context, owner, length):
         return current_line(context, owner) + PAYLOAD
     number = owner * WINDOW + (load(context + SEQUENCE) & (WINDOW - 1))
     return load(context + EAGER_SLOTS) + number * EAGER_SLOT_BYTES
+
+
+@kernel
+def fill(context, target, source, length):
+    """Copy a piece into a buffer, from which peers have read what was there before.
+
+    Their caches have its lines still. Where a processor takes long to make other caches drop a line that it
+    writes (cores of an EPYC that share no cache: 2 GB/s), stores past the caches are many times as fast, and
+    elsewhere somewhat slower. So now and then two parts of a piece are copied, one by each, and timed.
+    """
+    if length >= 2 * _MEASURED_BYTES:
+        number = load(context + FILLS)
+        store(context + FILLS, number + 1)
+        if number & (_MEASURED_EVERY - 1) == _FIRST_MEASURED:
+            began = now(context)
+            memcpy(target, source, _MEASURED_BYTES)
+            between = now(context)
+            copy_past_caches(target + _MEASURED_BYTES, source + _MEASURED_BYTES, _MEASURED_BYTES)
+            _note(context + FILL_TICKS, between - began)
+            _note(context + FILL_TICKS + 8, now(context) - between)
+            target += 2 * _MEASURED_BYTES
+            source += 2 * _MEASURED_BYTES
+            length -= 2 * _MEASURED_BYTES
+    put(context, target, source, length)
+    settle(context)
+
+
+@kernel
+def _note(word, ticks):
+    """Note how long it took; no more than twice as long as before, as it may have been interrupted."""
+    before = load(word)
+    store(word, min(ticks, 2 * before) if before > 0 else ticks)
+
+
+@kernel
+def put(context, target, source, length):
+    """:func:`fill` a part of a piece. :func:`settle` must come before that is published."""
+    if length >= _PAST_CACHES_FROM and _past_caches(context):
+        stream(target, source, length)
+    else:
+        memcpy(target, source, length)
+
+
+@kernel
+def settle(context):
+    """Have peers see what was put, if they see what is published later."""
+    if _past_caches(context):
+        stream_fence()
+
+
+@kernel
+def _past_caches(context):
+    return load(context + FILL_TICKS) > _MUCH_FASTER * load(context + FILL_TICKS + 8)
 
 
 @kernel

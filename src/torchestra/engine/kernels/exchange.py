@@ -8,7 +8,7 @@ What kernels take: as those of move.py.
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, peer_slot, streams
+from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, fill, peer_slot, streams
 from torchestra.engine.kernels.single_copy import (
     ALL,
     SOME,
@@ -226,7 +226,7 @@ def _leave_parts(context, number, chunk):
         length = min(chunk, load(load(context + SOURCE_BYTES) + peer * 8) - number * chunk)
         if peer != rank and length > 0:
             source = load(load(context + SOURCES) + peer * 8) + number * chunk
-            memcpy(buffer + peer_slot(context, rank, peer) * chunk, source, length)
+            fill(context, buffer + peer_slot(context, rank, peer) * chunk, source, length)
 
 
 @kernel

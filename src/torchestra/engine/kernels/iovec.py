@@ -11,6 +11,7 @@ element, and how many there are.
 from __future__ import annotations
 
 from torchestra.engine import layout as at
+from torchestra.engine.kernels.buffers import fill, put, settle
 from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
 POINTERS, RANK, SIZE = at.POINTERS, at.RANK, at.SIZE
@@ -39,12 +40,12 @@ def _address_of(parts, number, part, index, unit):
 
 
 @kernel
-def copy_in(parts, number, index, length, unit, target):
+def copy_in(context, parts, number, index, length, unit, target):
     """Copy a range into a buffer."""
     part = _part_at(parts, number, index)
     while length > 0:
         step = min(length, load(parts + 8 * (part + 1)) - index)
-        memcpy(target, _address_of(parts, number, part, index, unit), step * unit)
+        fill(context, target, _address_of(parts, number, part, index, unit), step * unit)
         target += step * unit
         index += step
         length -= step
@@ -84,7 +85,7 @@ def reduce_in(context, parts, number, index, length, unit, function, wanted, cop
         call_reduction(function, own if wanted else copy, pointers, size, step)
         if copy != 0:
             if wanted:
-                memcpy(copy, own, step * unit)
+                put(context, copy, own, step * unit)
             copy += step * unit
         for peer in range(size):
             store(pointers + peer * 8, load(pointers + peer * 8) + step * unit)
@@ -92,3 +93,4 @@ def reduce_in(context, parts, number, index, length, unit, function, wanted, cop
         length -= step
         if index == load(parts + 8 * (part + 1)):
             part += 1
+    settle(context)

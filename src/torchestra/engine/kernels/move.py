@@ -15,6 +15,7 @@ from torchestra.engine.kernels.buffers import (
     apart,
     buffer_of,
     copy_out,
+    fill,
     first_piece,
     streams,
 )
@@ -177,7 +178,7 @@ def _leave_part(context, number, chunk, longest, source):
     length = min(chunk, load(load(context + TARGET_BYTES) + rank * 8) - number * chunk)
     if length > 0:
         buffer = buffer_of(context, rank, number) if number else first_piece(context, rank, longest)
-        memcpy(buffer, source + number * chunk, length)
+        fill(context, buffer, source + number * chunk, length)
 
 
 @kernel
@@ -264,7 +265,7 @@ def _all_gather_small(context, meta, count, source, target, length):
         code = enter(context, meta, count, length * load(context + SIZE), apart(length))
         if code != DONE:
             return code
-        memcpy(first_piece(context, rank, length), source, length)
+        fill(context, first_piece(context, rank, length), source, length)
         post(context, meta, count)
         if source != target + rank * length:
             memcpy(target + rank * length, source, length)

@@ -11,7 +11,7 @@ again with the same arguments (waiting.py).
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, apart, buffer_of, first_piece, peer_slot
+from torchestra.engine.kernels.buffers import SHARED_PATH, apart, buffer_of, fill, first_piece, peer_slot
 from torchestra.engine.kernels.eager import eager_reduce
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
 from torchestra.engine.kernels.waiting import (
@@ -81,7 +81,7 @@ def _all_reduce_direct(context, meta, count, address, unit, function, root):
         code = enter(context, meta, count, length, apart(length))
         if code != DONE:
             return code
-        memcpy(first_piece(context, rank, length), address, length)
+        fill(context, first_piece(context, rank, length), address, length)
         post(context, meta, count)
     code = meet(context, meta, count)
     if code != DONE:
@@ -105,7 +105,7 @@ def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function
         code = enter(context, meta, count, length, apart(length))
         if code != DONE:
             return code
-        copy_in(parts, number, 0, count, unit, first_piece(context, load(context + RANK), length))
+        copy_in(context, parts, number, 0, count, unit, first_piece(context, load(context + RANK), length))
         post(context, meta, count)
     code = meet(context, meta, count)
     if code != DONE:
@@ -195,7 +195,8 @@ def _leave_pieces(context, parts, number, which, count, chunk, unit):
         if peer != rank:
             first = _piece(peer, size, length)
             last = _piece(peer + 1, size, length)
-            copy_in(parts, number, which * chunk + first, last - first, unit, buffer + first * unit)
+            source = which * chunk + first
+            copy_in(context, parts, number, source, last - first, unit, buffer + first * unit)
 
 
 @kernel
@@ -288,7 +289,7 @@ def reduce_scatter(plan, count, target, longest):
                 length = min(chunk * unit, load(lengths + peer * 8) - offset)
                 if peer != rank and length > 0:
                     slot = buffer + peer_slot(context, rank, peer) * chunk * unit
-                    memcpy(slot, load(sources + peer * 8) + offset, length)
+                    fill(context, slot, load(sources + peer * 8) + offset, length)
         if iteration > 0:
             offset -= chunk * unit
             length = min(chunk * unit, load(lengths + rank * 8) - offset)
