@@ -94,6 +94,13 @@ def _primitives(observer: Observer) -> dict[object, Callable[..., int]]:
     def copy_out(target: int, source: int, length: int, stream: int) -> int:
         return memcpy(target, source, length)
 
+    def fill(context: int, target: int, source: int, length: int) -> int:
+        """However a piece gets into a buffer, and without the time that ranks take of it now and then."""
+        return memcpy(target, source, length)
+
+    def settle(context: int) -> int:
+        return _DONE
+
     def process_vm_readv(pid: int, local: int, pieces: int, remote: int, sources: int, flags: int) -> int:
         """All recorded ranks are in this process; one that was never announced has no token."""
         for (target, room), (source, length) in zip(
@@ -126,6 +133,9 @@ def _primitives(observer: Observer) -> dict[object, Callable[..., int]]:
     return {
         atomics.memcpy: memcpy,
         buffers.copy_out: copy_out,
+        buffers.fill: fill,
+        buffers.put: fill,
+        buffers.settle: settle,
         atomics.process_vm_readv: process_vm_readv,
         atomics.call_reduction: call_reduction,
         store_release: release,
