@@ -99,6 +99,6 @@ def test_what_operations_take_among_several_ranks_is_found_again() -> None:
 def test_the_operations_that_tell_fit_into_memory() -> None:
     for ranks in (1, 16):
         cells = cells_to_fit(ranks)
-        assert cells[0] == Cell("barrier", "float32", 0)
+        assert Cell("barrier", "float32", 0) in cells
         assert max(cell.nbytes for cell in cells) * ranks * ranks <= 256 << 20
         assert len(set(cells)) == len(cells)
