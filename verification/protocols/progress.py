@@ -25,7 +25,7 @@ from verification.violations import WrongResult
 MODULES = ("progress", "torchestra.communicator.work", "torchestra.communicator.queue")
 DONE = ("is done",)
 _KERNELS = {
-    name: in_order(getattr(doorbell, name), SHORT_SLEEPS=0)
+    name: in_order(getattr(doorbell, name), SHORT_SLEEPS=1)
     for name in ("ring", "start_now", "close", "await_task")
 }
 _DOORBELL = {name: value for name, value in vars(doorbell).items() if isinstance(value, int)}
