@@ -78,7 +78,7 @@ def fill(context, target, source, length):
     """Copy a piece into a buffer, from which peers have read what was there before.
 
     Their caches have its lines still. Where a processor takes long to make other caches drop a line that it
-    writes (cores of an EPYC that share no cache: 2 GB/s), stores past the caches are many times as fast, and
+    writes (virtual cores far from each other: 2 GB/s), stores past the caches are many times as fast, and
     elsewhere somewhat slower. So now and then two parts of a piece are copied, one by each, and timed.
     """
     if length >= 2 * _MEASURED_BYTES:
