@@ -16,6 +16,7 @@ import torch
 
 import torchestra as dist
 from torchestra.collectives import objects
+from torchestra.engine.p2p.tags import ARRIVED
 from torchestra.errors import GroupAbortedError
 from torchestra.process_group import monitored_barrier
 from torchestra.tensors.packed_objects import PackedObjects
@@ -122,7 +123,7 @@ def test_a_monitored_barrier_that_a_rank_leaves(left_by: int, monkeypatch: pytes
 
     def report_and_leave(communicator: Any, limit: float) -> None:
         if left_by == 1:
-            communicator.send(torch.zeros(1, dtype=torch.int64), 0, monitored_barrier._ARRIVED, limit)
+            communicator.send(torch.zeros(1, dtype=torch.int64), 0, ARRIVED, limit)
             raise KeyboardInterrupt
         report(communicator, limit)
 

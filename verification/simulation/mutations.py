@@ -17,7 +17,7 @@ import torch
 from torchestra.autograd.contexts import Context, ContextContainer
 from torchestra.autograd.graph_task import GraphTask, Key
 from torchestra.autograd.send_recv import RecvRpc, SendRpc
-from torchestra.engine.membership.agreement import Ballot, MembershipAgreement
+from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, State
 from torchestra.engine.multihost import shrinking
 from torchestra.engine.multihost.control_message import ControlMessage
 from torchestra.engine.multihost.curve_bridge import CurveBridge
@@ -151,7 +151,7 @@ def _forget_what_is_not_confirmed(self: PairConnection) -> None:
 
 
 def _commit_what_is_not_ready(self: StoreRegisters, ballot: Ballot) -> set[int]:
-    return set()
+    return _unacknowledged(self, ballot) if ballot.state is State.COMMITTED else set()
 
 
 def _void_what_is_committed(self: StoreRegisters, ballot: Ballot, gone: Iterable[int] = ()) -> bool:
@@ -262,6 +262,7 @@ def _forget_after_the_end(self: EventLoop, rank: int, how: str) -> None:
 
 
 _take_message, _forget = CurveBridge._arrived, EventLoop.forget
+_unacknowledged = StoreRegisters.unacknowledged
 _say, _flush = FailureDetector._say, PairConnection.flush
 _fork, _remove_lost, _execute = RRefContext.fork, RRefContext.remove_lost, CallExecutor.execute
 _note_received, _break_off = PairConnection.note_received, PairConnection.break_off

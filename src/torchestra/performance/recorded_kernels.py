@@ -98,9 +98,6 @@ def _primitives(observer: Observer) -> dict[object, Callable[..., int]]:
         """However a piece gets into a buffer, and without the time that ranks take of it now and then."""
         return memcpy(target, source, length)
 
-    def settle(context: int) -> int:
-        return _DONE
-
     def process_vm_readv(pid: int, local: int, pieces: int, remote: int, sources: int, flags: int) -> int:
         """All recorded ranks are in this process; one that was never announced has no token."""
         for (target, room), (source, length) in zip(
@@ -135,13 +132,18 @@ def _primitives(observer: Observer) -> dict[object, Callable[..., int]]:
         buffers.copy_out: copy_out,
         buffers.fill: fill,
         buffers.put: fill,
-        buffers.settle: settle,
+        buffers.settle: _settle,
         atomics.process_vm_readv: process_vm_readv,
         atomics.call_reduction: call_reduction,
         store_release: release,
         store_ordered: order,
         waiting.wait_until: wait_until,
     }
+
+
+def _settle(context: int) -> int:
+    """Nothing is on its way past the caches."""
+    return _DONE
 
 
 def _iovecs(address: int, count: int) -> list[tuple[int, int]]:

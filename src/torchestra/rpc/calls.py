@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from torchestra.errors import RpcError
 from torchestra.rpc.thread_state import in_same_scope
 from torchestra.system.kept_errors import fail_future
 
@@ -155,3 +156,16 @@ def name_of(function: object) -> str:
         or getattr(function, "__name__", None)
         or type(function).__name__
     )
+
+
+def refuse_other_than_future(result: Any) -> None:
+    """Refuse what a marked function has returned, unless it is a future.
+
+    Raises:
+        RpcError: it is something else.
+    """
+    if not isinstance(result, torch._C.Future):
+        raise RpcError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future"
+            f" object, but got {type(result)}"
+        )

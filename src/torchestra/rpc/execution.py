@@ -14,9 +14,9 @@ from torch.futures import Future
 from torchestra.engine import layout as at
 from torchestra.rpc import plain, remote_errors, rref_context
 from torchestra.rpc.call_scope import CallScope
-from torchestra.rpc.calls import PendingCall
+from torchestra.rpc.calls import PendingCall, refuse_other_than_future
 from torchestra.rpc.executed_calls import CallCounts
-from torchestra.rpc.functions import MARK, refuse_other_than_future
+from torchestra.rpc.functions import MARK
 from torchestra.rpc.headers import IncomingHeader, OutgoingHeader
 from torchestra.rpc.messages import (
     ANSWER,

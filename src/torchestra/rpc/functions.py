@@ -6,10 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
-from torchestra.errors import RpcError
-
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "_wrapped_async_rpc_function"
 
@@ -32,16 +28,3 @@ def async_execution(fn: F) -> F:
 def is_async(fn: object) -> bool:
     """Return whether a function, or a bound method of it, is marked by :func:`async_execution`."""
     return hasattr(fn, MARK)
-
-
-def refuse_other_than_future(result: Any) -> None:
-    """Refuse what a marked function has returned, unless it is a future.
-
-    Raises:
-        RpcError: it is something else.
-    """
-    if not isinstance(result, torch._C.Future):
-        raise RpcError(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future"
-            f" object, but got {type(result)}"
-        )

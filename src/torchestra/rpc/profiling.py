@@ -22,8 +22,8 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.futures import Future
 
-from torchestra.rpc.calls import name_of
-from torchestra.rpc.functions import MARK, async_execution, refuse_other_than_future
+from torchestra.rpc.calls import name_of, refuse_other_than_future
+from torchestra.rpc.functions import MARK, async_execution
 from torchestra.rpc.package_functions import TAKES_AGENT, takes_agent
 from torchestra.rpc.worker_info import WorkerInfo
 
