@@ -147,6 +147,7 @@ def exchange(plan, count):
         _tell_splits(context)
         if lends(context, _longest_here(context)):
             _lend_pieces(context, meta, count)
+            _keep_whole(context, stream)
             iteration = 1
     extra = load(context + EXTRA_STEP)
     parts = _parts(context, count) if iteration + extra > 1 else 1
@@ -206,7 +207,6 @@ def _exchange_in_place(context, stream):
                 target = load(load(context + TARGETS) + peer * 8)
                 if not fetch(context, peer, target, address, length, stream):
                     return unreadable(context, peer)
-        _keep_part(context, 0, load(load(context + TARGET_BYTES) + rank * 8), stream)
         if stream:
             stream_fence()
         publish(context, 2)
@@ -241,6 +241,12 @@ def _keep_part(context, number, chunk, stream):
     if length > 0:
         source = load(load(context + SOURCES) + offset) + number * chunk
         copy_out(load(load(context + TARGETS) + offset) + number * chunk, source, length, stream)
+
+
+@kernel
+def _keep_whole(context, stream):
+    """Copy all that a rank sends itself, while others may not have come yet."""
+    _keep_part(context, 0, load(load(context + TARGET_BYTES) + load(context + RANK) * 8), stream)
 
 
 @kernel
