@@ -75,11 +75,19 @@ def eager_piece(context, owner, length):
 
 @kernel
 def fill(context, target, source, length):
-    """Copy a piece into a buffer, from which peers have read what was there before.
+    """Copy a piece into a buffer; peers see it if they see what is published later."""
+    put(context, target, source, length)
+    settle(context)
+
+
+@kernel
+def put(context, target, source, length):
+    """Copy a part of a piece into a buffer, from which peers have read what was there before.
 
     Their caches have its lines still. Where a processor takes long to make other caches drop a line that it
     writes (virtual cores far from each other: 2 GB/s), stores past the caches are many times as fast, and
-    elsewhere somewhat slower. So now and then two parts of a piece are copied, one by each, and timed.
+    elsewhere somewhat slower. So now and then two stretches are copied, one by each, and timed.
+    :func:`settle` must come before the piece is published.
     """
     if length >= 2 * _MEASURED_BYTES:
         number = load(context + FILLS)
@@ -94,8 +102,10 @@ def fill(context, target, source, length):
             target += 2 * _MEASURED_BYTES
             source += 2 * _MEASURED_BYTES
             length -= 2 * _MEASURED_BYTES
-    put(context, target, source, length)
-    settle(context)
+    if length >= _PAST_CACHES_FROM and _past_caches(context):
+        stream(target, source, length)
+    else:
+        memcpy(target, source, length)
 
 
 @kernel
@@ -106,17 +116,12 @@ def _note(word, ticks):
 
 
 @kernel
-def put(context, target, source, length):
-    """:func:`fill` a part of a piece. :func:`settle` must come before that is published."""
-    if length >= _PAST_CACHES_FROM and _past_caches(context):
-        stream(target, source, length)
-    else:
-        memcpy(target, source, length)
-
-
-@kernel
 def settle(context):
-    """Have peers see what was put, if they see what is published later."""
+    """Have peers see what was put, if they see what is published later.
+
+    One look suffices for several parts: what changes the answer between them is a measurement, and that ends
+    with a fence of its own.
+    """
     if _past_caches(context):
         stream_fence()
 

@@ -57,8 +57,11 @@ def _tell_splits(context):
 
 
 @kernel
-def _lend_pieces(context, meta, count):
-    """Lend the pieces for the peers, which :func:`_tell_splits` has told."""
+def _lend_pieces(context, meta, count, stream):
+    """Lend the pieces for the peers, which :func:`_tell_splits` has told.
+
+    What the rank sends itself it copies then: others may not have come yet.
+    """
     sources = load(context + SOURCES)
     sent = load(context + SOURCE_BYTES)
     readable = True
@@ -69,6 +72,7 @@ def _lend_pieces(context, meta, count):
             if heap_of(context, load(sources + peer * 8)) == 0:
                 start = 0
     lend(context, meta, count, 0, readable, start)
+    _keep_part(context, 0, load(load(context + TARGET_BYTES) + load(context + RANK) * 8), stream)
 
 
 @kernel
@@ -146,8 +150,7 @@ def exchange(plan, count):
         store(context + EXTRA_STEP, 0)
         _tell_splits(context)
         if lends(context, _longest_here(context)):
-            _lend_pieces(context, meta, count)
-            _keep_whole(context, stream)
+            _lend_pieces(context, meta, count, stream)
             iteration = 1
     extra = load(context + EXTRA_STEP)
     parts = _parts(context, count) if iteration + extra > 1 else 1
@@ -241,12 +244,6 @@ def _keep_part(context, number, chunk, stream):
     if length > 0:
         source = load(load(context + SOURCES) + offset) + number * chunk
         copy_out(load(load(context + TARGETS) + offset) + number * chunk, source, length, stream)
-
-
-@kernel
-def _keep_whole(context, stream):
-    """Copy all that a rank sends itself, while others may not have come yet."""
-    _keep_part(context, 0, load(load(context + TARGET_BYTES) + load(context + RANK) * 8), stream)
 
 
 @kernel

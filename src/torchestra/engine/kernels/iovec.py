@@ -11,7 +11,7 @@ element, and how many there are.
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import fill, put, settle
+from torchestra.engine.kernels.buffers import put, settle
 from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
 POINTERS, RANK, SIZE = at.POINTERS, at.RANK, at.SIZE
@@ -41,15 +41,16 @@ def _address_of(parts, number, part, index, unit):
 
 @kernel
 def copy_in(context, parts, number, index, length, unit, target):
-    """Copy a range into a buffer."""
+    """Copy a range into a buffer; peers see it if they see what is published later."""
     part = _part_at(parts, number, index)
     while length > 0:
         step = min(length, load(parts + 8 * (part + 1)) - index)
-        fill(context, target, _address_of(parts, number, part, index, unit), step * unit)
+        put(context, target, _address_of(parts, number, part, index, unit), step * unit)
         target += step * unit
         index += step
         length -= step
         part += 1
+    settle(context)
 
 
 @kernel
