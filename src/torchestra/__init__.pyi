@@ -106,6 +106,7 @@ from .errors import (
     UnevenInputsError,
     UnknownDimensionError,
     UnpicklableObjectError,
+    UnsupportedArgumentError,
     WorkerFailedError,
 )
 from .functional.comm_tensor import CommTensor
@@ -225,6 +226,7 @@ __all__ = [
     "UnevenInputsError",
     "UnknownDimensionError",
     "UnpicklableObjectError",
+    "UnsupportedArgumentError",
     "Work",
     "WorkerFailedError",
     "abort_process_group",

@@ -2,7 +2,7 @@
 
 ========================  =====================================================================
 you                       :class:`InvalidArgumentError`, :class:`InvalidShapeError`,
-                          :class:`UnpicklableObjectError`,
+                          :class:`UnpicklableObjectError`, :class:`UnsupportedArgumentError`,
                           :class:`UnknownDimensionError`, :class:`NotInitializedError`,
                           :class:`NotReadyError`, :class:`NothingToDestroyError`,
                           :class:`GroupDestroyedError`, :class:`ForkedProcessError`,
@@ -64,6 +64,7 @@ __all__ = [
     "StoreTimeoutError",
     "UnevenInputsError",
     "UnpicklableObjectError",
+    "UnsupportedArgumentError",
     "WorkerFailedError",
 ]
 
@@ -373,6 +374,13 @@ class UnknownDimensionError(InvalidArgumentError, KeyError, IndexError):
 
 class InvalidArgumentTypeError(InvalidArgumentError, TypeError):
     """An argument does not have the required type. It was refused before anything was sent."""
+
+
+class UnsupportedArgumentError(InvalidArgumentError, NotImplementedError):
+    """An argument means something that makes sense and is not served; nothing was sent.
+
+    A NotImplementedError as well, because torch raises one there.
+    """
 
 
 class UnpicklableObjectError(InvalidArgumentTypeError, pickle.PicklingError, AttributeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +11,17 @@ import torch
 from torch import nn
 
 import torchestra as dist
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchestra.nn.parallel import DistributedDataParallel
-from torchestra.sharded import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
+from torchestra.sharded import (
+    ChunkShardingSpec,
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    init_from_local_shards,
+)
 from worlds import KINDS, outcomes, run
 
 WHOLE = torch.arange(60.0).view(6, 10)
@@ -261,3 +270,35 @@ def from_everybodys_metadata() -> None:
 
 def test_torchs_private_makers() -> None:
     run("threads", 2, from_everybodys_metadata)
+
+
+class Backwards(ShardingSpec):
+    """Divides the first dimension, the last rank first: a rule of a program's own."""
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: Any) -> ShardedTensorMetadata:
+        return ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]).build_metadata(
+            tensor_sizes, tensor_properties
+        )
+
+
+def by_a_rule_of_its_own() -> Any:
+    rank = dist.get_rank()
+    local = WHOLE[3 * (1 - rank) : 3 * (1 - rank) + 3].clone()
+    sharded = ShardedTensor._init_from_local_tensor(local, Backwards(), 6, 10)
+    out = torch.zeros(6, 10) if rank == 0 else None
+    sharded.gather(0, out)
+    with pytest.raises(NotImplementedError, match="rank 1 must have one shard") if rank else nullcontext():
+        ShardedTensor._init_from_local_tensor(local, ChunkShardingSpec(0, ["rank:0/cpu"]), 3, 10)
+    with pytest.raises(UnsupportedArgumentError, match="the name 'rows'"):
+        ChunkShardingSpec("rows", ["rank:0/cpu"])  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="must name a rank, got none"):
+        ChunkShardingSpec(0, [])
+    with pytest.raises(InvalidArgumentError, match="on a rank of the group, of 0 to 1"):
+        ShardedTensor._init_from_local_tensor(local, ChunkShardingSpec(0, ["rank:2/cpu"]), 3, 10)
+    with pytest.raises(InvalidArgumentError, match="must be contiguous"):
+        ShardedTensor._init_from_local_tensor(local.t(), Backwards(), 20, 3)
+    return out
+
+
+def test_made_by_a_rule_nothing_is_sent_and_what_does_not_fit_is_refused() -> None:
+    assert torch.equal(run("threads", 2, by_a_rule_of_its_own)[0], WHOLE)

@@ -12,12 +12,16 @@ _MESH = {"torchestra.device_mesh": "*"}
 _FUNCTIONAL_OPTIMIZERS = "torchestra.compat.functional_optimizers"
 _HOOKS = "algorithms.ddp_comm_hooks"
 _OUR_HOOKS = "torchestra.nn.parallel.comm_hooks"
+_SPECIFICATIONS = "ChunkShardingSpec EnumerableShardingSpec ShardingSpec"
 _AVERAGING = "algorithms.model_averaging"
 
 _BELOW_COMPAT: AliasTable = {
     "_functional_collectives": {"torchestra.functional": "* _expand_group=expand_group RANK_TYPES=Group"},
     "_shard": {},
     "_shard.metadata": {"torchestra.sharded": "ShardMetadata"},
+    "_shard.sharding_spec": {"torchestra.sharded": _SPECIFICATIONS + " ShardMetadata"},
+    "_shard.sharding_spec.api": {"torchestra.sharded": "EnumerableShardingSpec ShardingSpec"},
+    "_shard.sharding_spec.chunk_sharding_spec": {"torchestra.sharded": "ChunkShardingSpec"},
     "_shard.sharded_tensor": {"torchestra.sharded": "*"},
     "_shard.sharded_tensor.api": {"torchestra.sharded": "Shard ShardedTensor ShardedTensorMetadata"},
     "_spmd": {},

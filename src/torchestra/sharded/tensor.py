@@ -6,86 +6,21 @@ ignores it), use this rank's shards, or gather it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, NamedTuple, Union
+from typing import Any
 
 import torch
 
 from torchestra.collectives.functions import recv, send
 from torchestra.collectives.objects import all_gather_object
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, UnsupportedArgumentError
 from torchestra.process_group import ProcessGroup
+from torchestra.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from torchestra.sharded.specification import ShardingSpec, check_cover, check_disjoint
 from torchestra.world.init import AnyGroup, member_group
 
 _aten = torch.ops.aten
-
-
-class Placement(NamedTuple):
-    """The location of a shard: its rank in the group, and its device."""
-
-    on_rank: int
-    on_device: torch.device
-
-    def rank(self) -> int:
-        """Return the rank."""
-        return self.on_rank
-
-    def device(self) -> torch.device:
-        """Return the device."""
-        return self.on_device
-
-    def __str__(self) -> str:
-        return f"rank:{self.on_rank}/{self.on_device}"
-
-
-@dataclass(eq=True, unsafe_hash=False)
-class ShardMetadata:
-    """The position, size and placement of a shard.
-
-    Args:
-        shard_offsets: for each dimension, the index at which it begins.
-        shard_sizes: for each dimension, its length.
-        placement: its rank and device: ``"rank:1/cpu"``.
-
-    Raises:
-        InvalidArgumentError: there are not as many offsets as sizes, one is negative, or the placement is not
-            of that form.
-    """
-
-    shard_offsets: list[int]
-    shard_sizes: list[int]
-    placement: Placement | None = None
-
-    def __init__(
-        self,
-        shard_offsets: Sequence[int],
-        shard_sizes: Sequence[int],
-        placement: Union[str, Placement, None] = None,
-    ) -> None:
-        self.shard_offsets = list(shard_offsets)
-        self.shard_sizes = list(shard_sizes)
-        self.placement = _placed(placement) if isinstance(placement, str) else placement
-        if len(self.shard_offsets) != len(self.shard_sizes):
-            raise InvalidArgumentError(
-                "shard_offsets and shard_sizes should have the same number of elements, found"
-                f" {len(self.shard_offsets)} and {len(self.shard_sizes)} respectively"
-            )
-        for name, numbers in (("shard_offsets", self.shard_offsets), ("shard_sizes", self.shard_sizes)):
-            if any(number < 0 for number in numbers):
-                raise InvalidArgumentError(f"{name} should be >=0, got {numbers}")
-
-    def __hash__(self) -> int:
-        return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
-
-
-def _placed(text: str) -> Placement:
-    rank, slash, device = text.partition("/")
-    if not rank.startswith("rank:") or not rank[5:].isdecimal() or not slash:
-        raise InvalidArgumentError(f"placement must be of the form 'rank:<rank>/<device>', got {text!r}")
-    return Placement(int(rank[5:]), torch.device(device))
 
 
 @dataclass
@@ -117,16 +52,6 @@ class Shard:
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
         """Make a shard from a tensor of this rank."""
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), f"rank:{rank}/{tensor.device}"))
-
-
-@dataclass(frozen=True)
-class ShardedTensorMetadata:
-    """A sharded tensor's metadata, the same on all ranks: its shards, size, and dtype."""
-
-    shards_metadata: tuple[ShardMetadata, ...]
-    size: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
 
 
 class ShardedTensor(torch.Tensor):
@@ -183,9 +108,7 @@ class ShardedTensor(torch.Tensor):
         _check_no_rrefs(init_rrefs)
         group = member_group(process_group, "_init_from_local_shards_and_global_metadata")
         parts = sharded_tensor_metadata.shards_metadata
-        expected = [
-            part for part in parts if part.placement is not None and part.placement.rank() == group.rank()
-        ]
+        expected = [part for part in parts if _rank_of(part) == group.rank()]
         given = _described(local_shards, sharded_tensor_metadata.size, group.rank()) if local_shards else None
         if list(given.shards_metadata if given else ()) != expected:
             raise InvalidArgumentError(
@@ -193,6 +116,47 @@ class ShardedTensor(torch.Tensor):
                 f" {group.rank()}, got {[shard.metadata for shard in local_shards]}"
             )
         return cls(local_shards, sharded_tensor_metadata, group)
+
+    @classmethod
+    def _init_from_local_tensor(
+        cls,
+        local_tensor: torch.Tensor,
+        sharding_spec: ShardingSpec,
+        *global_size: int | Sequence[int],
+        process_group: AnyGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """Make a tensor of which this rank has one shard, by a rule that every rank knows.
+
+        Nothing is sent, so that ranks differ is not seen.
+
+        Args:
+            local_tensor: this rank's shard, contiguous.
+            sharding_spec: divides the whole; one of its shards must be on this rank.
+            *global_size: the size of the whole, as ints or as one sequence.
+            process_group: the ranks; None: the default group.
+            init_rrefs: must be False.
+
+        Raises:
+            UnsupportedArgumentError: the rule gives this rank no shard, or several.
+            InvalidArgumentError: the rule does not fit the size, or the tensor what it gives this rank.
+        """
+        _check_no_rrefs(init_rrefs)
+        group = member_group(process_group, "_init_from_local_tensor")
+        if not local_tensor.is_contiguous():
+            raise InvalidArgumentError(
+                "_init_from_local_tensor: `local_tensor` must be contiguous; give its .contiguous()"
+            )
+        properties = TensorProperties(local_tensor.dtype, requires_grad=local_tensor.requires_grad)
+        metadata = sharding_spec.build_metadata(_whole_size(global_size), properties)
+        _check_ranks(metadata.shards_metadata, group)
+        mine = [part for part in metadata.shards_metadata if _rank_of(part) == group.rank()]
+        if len(mine) != 1:
+            raise UnsupportedArgumentError(
+                f"_init_from_local_tensor: rank {group.rank()} must have one shard, and {sharding_spec} gives"
+                f" it {len(mine)}"
+            )
+        return cls([Shard(local_tensor, mine[0])], metadata, group)
 
     def local_shards(self) -> list[Shard]:
         """Return this rank's shards."""
@@ -206,10 +170,10 @@ class ShardedTensor(torch.Tensor):
         """Return the tensor of this rank's only shard.
 
         Raises:
-            InvalidArgumentError: this rank has several shards.
+            UnsupportedArgumentError: this rank has several shards.
         """
         if len(self._local_shards) != 1:
-            raise InvalidArgumentError(
+            raise UnsupportedArgumentError(
                 f"Only single local shard is supported, and this rank has {len(self._local_shards)}"
             )
         return self._local_shards[0].tensor
@@ -296,11 +260,10 @@ def init_from_local_shards(
     """
     _check_no_rrefs(init_rrefs)
     group = member_group(process_group, "init_from_local_shards")
-    size = global_size[0] if len(global_size) == 1 and not isinstance(global_size[0], int) else global_size
     # A rank that is wrong tells the others, which would wait otherwise.
     problem = ""
     try:
-        mine = _described(local_shards, torch.Size(size), group.rank())  # type: ignore[arg-type]
+        mine = _described(local_shards, _whole_size(global_size), group.rank())
     except (InvalidArgumentError, TypeError) as error:
         problem, mine = str(error), None
     gathered: list[Any] = [None] * group.size()
@@ -310,6 +273,25 @@ def init_from_local_shards(
             raise InvalidArgumentError(f"init_from_local_shards: rank {rank}: {trouble}")
     metadata = _agreed([described for _, described in gathered])
     return ShardedTensor(local_shards, metadata, group)
+
+
+def _whole_size(given: tuple[int | Sequence[int], ...]) -> torch.Size:
+    """Return a size that is given as ints or as one sequence."""
+    sizes = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    return torch.Size(sizes)  # type: ignore[arg-type]
+
+
+def _rank_of(part: ShardMetadata) -> int | None:
+    return None if part.placement is None else part.placement.rank()
+
+
+def _check_ranks(parts: Sequence[ShardMetadata], group: ProcessGroup) -> None:
+    for part in parts:
+        rank = _rank_of(part)
+        if rank is None or not 0 <= rank < group.size():
+            raise InvalidArgumentError(
+                f"_init_from_local_tensor: {part} must be on a rank of the group, of 0 to {group.size() - 1}"
+            )
 
 
 def _check_no_rrefs(init_rrefs: bool) -> None:
@@ -358,23 +340,8 @@ def _agreed(gathered: Sequence[ShardedTensorMetadata]) -> ShardedTensorMetadata:
                     f" rank:{rank}."
                 )
     parts = tuple(part for each in gathered for part in each.shards_metadata)
-    for part in parts:
-        ends = [sum(pair) for pair in zip(part.shard_offsets, part.shard_sizes, strict=True)]
-        if len(ends) != len(first.size) or any(
-            end > length for end, length in zip(ends, first.size, strict=True)
-        ):
-            raise InvalidArgumentError(
-                f"Shard {part} exceeds tensor dim: a tensor of size {tuple(first.size)}"
-            )
-    for one, other in combinations(parts, 2):
-        if _overlap(one, other):
-            raise InvalidArgumentError(f"Shards {one} and {other} overlap")
-    volume = sum(math.prod(part.shard_sizes) for part in parts)
-    if volume != first.size.numel():
-        raise InvalidArgumentError(
-            f"Total volume of shards: {volume} does not match tensor volume: {first.size.numel()}, in other"
-            " words all the individual shards do not cover the entire tensor"
-        )
+    check_disjoint(parts)
+    check_cover(parts, first.size)
     return ShardedTensorMetadata(parts, first.size, first.dtype, first.requires_grad)
 
 
@@ -382,12 +349,3 @@ def _slices(part: ShardMetadata) -> tuple[slice, ...]:
     """Return the index of a part in the whole."""
     pairs = zip(part.shard_offsets, part.shard_sizes, strict=True)
     return tuple(slice(offset, offset + size) for offset, size in pairs)
-
-
-def _overlap(one: ShardMetadata, other: ShardMetadata) -> bool:
-    return all(
-        begin < other_begin + other_size and other_begin < begin + size and size and other_size
-        for begin, size, other_begin, other_size in zip(
-            one.shard_offsets, one.shard_sizes, other.shard_offsets, other.shard_sizes, strict=True
-        )
-    )

@@ -6,8 +6,6 @@ Both groups live in the same two processes, so a drawn program is two short runs
 from __future__ import annotations
 
 import importlib
-import os
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -15,15 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from compared import SIDES, Outcome, differs, outcome, quiet
+from compared import SIDES, compare_calls, differs, outcome
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import worlds
-from torchestra.store import Store
-
 Call = tuple[str, tuple[Any, ...]]
-SIZE = 2
+SIZE = 2  # as many ranks as compare_calls has
 
 
 def tensor(side: Any, rank: int, dtype: str, length: int) -> torch.Tensor:
@@ -249,41 +244,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def on_both(_: Store, rank: int, size: int, program: list[Call]) -> list[tuple[Call, Outcome, Outcome]]:
-    """On a rank: run a program in a group of torch and in one of torchestra."""
-    outcomes = []
-    with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's barrier has one, for GPUs
-        for number, side in enumerate(SIDES):
-            path = os.path.join(os.environ["WORLD_DIRECTORY"], f"side{number}")
-            side.init_process_group(
-                "gloo",
-                init_method=f"file://{path}",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=worlds.OP_SECONDS),
-            )
-            outcomes.append([outcome(CALLS[name], side, rank, *arguments) for name, arguments in program])
-            worlds.leave_note(f"{rank} has done {number}")
-            for peer in range(size):  # who leaves ends an operation of Gloo in which another still is
-                worlds.await_note(f"{peer} has done {number}")
-            side.destroy_process_group()
-    return list(zip(program, *outcomes, strict=True))
-
-
 def compare(program: list[Call]) -> None:
-    ended = worlds.outcomes("processes", SIZE, on_both, program, init=False)
-    if any("connectFullMesh" in str(each.error) for each in ended):
-        # Gloo's ranks sometimes miss each other on a busy machine; then there is nothing to compare with.
-        ended = worlds.outcomes("processes", SIZE, on_both, program, init=False)
-    found = worlds.results(ended)
-    told = [
-        f"rank {rank}: {call}\n torch:      {theirs}\n torchestra: {ours}"
-        for rank, each in enumerate(found)
-        for call, theirs, ours in each
-        if differs(theirs, ours)
-    ]
-    assert not told, "\n".join(told)
+    compare_calls([(CALLS[name], arguments) for name, arguments in program])
 
 
 DTYPES = st.sampled_from(["float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "int8"])
