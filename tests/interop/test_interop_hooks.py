@@ -187,3 +187,21 @@ def put_into_the_next(functions: bool) -> None:
 
 def test_ranks_write_into_windows_of_each_other() -> None:
     torch_worlds.run(2, put_into_the_next, hasattr(dist, "_new_window"))
+
+
+def windows_over_hosts(functions: bool) -> None:
+    """Where ranks share no memory: the same refusal on every rank, before anything is sent."""
+    rank, group, support = dist.get_rank(), dist.group.WORLD, dist
+    make: Any = support._new_window if functions else group.new_window  # type: ignore[attr-defined]
+    supported = support._supports_window() if functions else group.supports_window  # type: ignore[attr-defined]
+    assert not supported
+    others = "ranks 0, 1" if rank == 2 else "rank 2"
+    with pytest.raises(ValueError, match=f"rank {rank} shares none with {others}, on other hosts; make a"):
+        make(torch.zeros(2))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 3
+
+
+def test_windows_over_several_hosts_are_refused_alike_on_every_rank() -> None:
+    torch_worlds.run(3, windows_over_hosts, hasattr(dist, "_new_window"), hosts=2)

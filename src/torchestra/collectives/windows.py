@@ -19,7 +19,7 @@ from torchestra.collectives.group_arguments import member_of
 from torchestra.collectives.objects import all_gather_object
 from torchestra.collectives.sharing import share_
 from torchestra.communicator.work import Work
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, named
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group
 
@@ -41,8 +41,13 @@ class _Registered(NamedTuple):
 
 def supports_windows(group: ProcessGroup) -> bool:
     """Return whether this rank can address the shared memory of all ranks: whether they are on its host."""
+    return not _out_of_reach(group)
+
+
+def _out_of_reach(group: ProcessGroup) -> list[int]:
+    """Return the ranks whose shared memory this rank cannot address."""
     engine = group.communicator.engine
-    return all(engine.heap_of(rank) is not None for rank in range(group.size()))
+    return [rank for rank in range(group.size()) if engine.heap_of(rank) is None]
 
 
 class Window:
@@ -62,10 +67,11 @@ class Window:
         member = default_group() if group is None else member_of(group, "Window")
         if member is None:
             raise InvalidArgumentError(f"Window: this rank is {group!r}")
-        if not supports_windows(member):
+        if elsewhere := _out_of_reach(member):
             raise InvalidArgumentError(
-                f"Window: ranks must share memory, and those of group {member.group_name!r} are on several"
-                " hosts"
+                f"Window: all ranks of group {member.group_name!r} must share memory, and rank"
+                f" {member.rank()} shares none with {named(elsewhere)}, on other hosts; make a group of"
+                " one host's ranks (new_group), or send"
             )
         self._group: ProcessGroup = member
         self._tag = _FIRST_TAG + _next_number(member)
