@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from machines import HOST, link_of, machine
 
 from torchestra.errors import DistError, InvalidArgumentError
@@ -12,7 +15,7 @@ from torchestra.performance import recording
 from torchestra.performance.calibration import OperationFactor, StepCalibration, StepTimes
 from torchestra.performance.closed_form import estimate
 from torchestra.performance.machine import Machine
-from torchestra.performance.prediction import predict, predict_step, steady_state_seconds
+from torchestra.performance.prediction import predict, predict_step, schedule_of, steady_state_seconds
 from torchestra.performance.schedule import AwaitFlag, Compute, Lane, Receive, Schedule, Send, SetFlag
 from torchestra.performance.simulation import run
 from torchestra.performance.what_if import bucket_sweep, fault_costs, rebucketed, threshold_sweep
@@ -48,6 +51,14 @@ def test_messages_of_one_host_share_its_link() -> None:
     lanes = [Lane(0, rank, events=[Send((1,), 125_000, 0)]) for rank in range(4)]
     lanes += [Lane(1, rank, events=[Receive((0,), 125_000, 0)]) for rank in range(4)]
     assert seconds(lanes, on) == pytest.approx(4 * 1e-3, rel=0.1)
+
+
+def test_a_link_that_waits_for_one_rank_sends_for_another() -> None:
+    """What takes its time is each rank's own processor, 10 µs a message; the link takes one for it."""
+    on, others = machine(9, 4, 1e12), tuple(range(1, 9))
+    lanes = [Lane(0, rank, events=[Send(others, 8, 0)]) for rank in range(4)]
+    lanes += [Lane(host, rank, events=[Receive((0,), 8, 0)]) for host in others for rank in range(4)]
+    assert seconds(lanes, on) == pytest.approx(8e-5 + 1e-4 + 1e-5, rel=0.05)
 
 
 def test_ranks_take_turns_where_there_are_fewer_cores() -> None:
@@ -128,6 +139,42 @@ def test_a_slow_host_among_many_slows_all() -> None:
     workload = [Operation("all_reduce", 8 * MB)]
     ratio = predict(workload, slow).seconds / predict(workload, on).seconds
     assert 2 < ratio < 5
+
+
+@pytest.mark.parametrize("apart", [3, 5, 143])
+def test_a_host_that_is_recorded_by_itself_does_what_the_others_do(apart: int) -> None:
+    """Its messages come between those of the host that stands for the rest, and not after them."""
+    workload = [Operation("all_reduce", 8 * MB)]
+    as_fast = machine(144, 1, slow_links={apart: 1.0})
+    assert predict(workload, as_fast).seconds == pytest.approx(
+        predict(workload, machine(144, 1)).seconds, rel=_SAME_TIME
+    )
+
+
+_SAME_TIME = 1e-3
+"""By as much the order in which messages that come at the same time are taken changes a prediction."""
+
+
+@given(
+    hosts=st.sampled_from((2, 5, 9, 16, 67, 72, 100)),
+    ranks=st.integers(1, 3),
+    power=st.integers(2, 24),
+    bits_per_s=st.sampled_from((1e8, 1e10, 1e11)),
+    apart=st.integers(0, 99),
+)
+@settings(max_examples=15)
+def test_a_slower_link_is_never_predicted_to_be_faster(
+    hosts: int, ranks: int, power: int, bits_per_s: float, apart: int
+) -> None:
+    """With all hosts recorded, and with one that stands for the others, in a grid and without."""
+    on, workload = machine(hosts, ranks, bits_per_s), [Operation("all_reduce", 1 << power)]
+    times = [predict(workload, on).seconds]
+    schedule = schedule_of(workload, replace(on, slow_links={apart % hosts: 0.5}))
+    times += [
+        run(schedule, replace(on, slow_links={apart % hosts: share})).seconds for share in (0.8, 0.4, 0.1)
+    ]
+    for faster, slower in itertools.pairwise(times):
+        assert slower >= faster * (1 - _SAME_TIME)
 
 
 def test_other_buckets_hold_the_same_gradients() -> None:

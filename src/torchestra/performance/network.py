@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass, field
+from functools import partial
 
 from torchestra.performance.calibration import LinkClass
 from torchestra.performance.cores import Action, Cores, EventQueue
 from torchestra.performance.machine import Machine
-from torchestra.performance.schedule import Receive, Schedule, Send
+from torchestra.performance.schedule import Lane, Receive, Schedule, Send
 
 __all__ = ["Network"]
 
-Times = npt.NDArray[np.float64]
 _End = tuple[int, int]
 _Message = tuple[int, int, int]
 """The host, rail and tag of messages that come in."""
@@ -33,7 +30,9 @@ class _Inbox:
     """The messages of one tag for one rank.
 
     Attributes:
-        expected: how many come, and how many of them from hosts that are not recorded.
+        expected: how many come.
+        unrecorded: how many of them from hosts that are not recorded.
+        numbers: of those that recorded hosts send, among what these send with the tag to anyone.
         left: how many have not come yet.
         last_s: when the last one came.
         waiting: called when the last has come.
@@ -41,9 +40,26 @@ class _Inbox:
 
     expected: int = 0
     unrecorded: int = 0
+    numbers: set[int] = field(default_factory=set)
     left: int = 0
     last_s: float = 0.0
     waiting: Callable[[float], None] | None = None
+
+    def from_others(self, number: int, of: int) -> int:
+        """Return how many come from hosts without lanes when the one that stands for them sends one.
+
+        Every host begins with the next one. So the messages that a host gets have different numbers with
+        their senders, and others do not send those that recorded hosts send.
+
+        Args:
+            number, of: which message of how many it is.
+        """
+        if number in self.numbers:
+            return 0
+        taken = sum(each < number for each in self.numbers)
+        free = of - sum(each < of for each in self.numbers)
+        before = number - taken
+        return self.unrecorded * (before + 1) // free - self.unrecorded * before // free
 
 
 class Network:
@@ -69,8 +85,9 @@ class Network:
         self._busy_until: defaultdict[_End, float] = defaultdict(float)
         self._inboxes: defaultdict[_Message, _Inbox] = defaultdict(_Inbox)
         self._classes: dict[tuple[int, float], LinkClass] = {}
-        self._sends_left: Counter[tuple[int, int]] = Counter()
-        self._mirrored: defaultdict[tuple[int, int], list[tuple[int, Times]]] = defaultdict(list)
+        # By rail and tag, what the host that stands for others sends: in all, and by now.
+        self._sends: Counter[tuple[int, int]] = Counter()
+        self._sent: Counter[tuple[int, int]] = Counter()
         self.messages = self.nbytes = 0
         for lane in schedule.lanes:
             for event in lane.events:
@@ -80,8 +97,21 @@ class Network:
                     inbox.expected += len(event.hosts)
                     inbox.left += len(event.hosts)
                     inbox.unrecorded += others
-                elif isinstance(event, Send) and lane.host == self._stand_in:
-                    self._sends_left[lane.local_rank, event.tag] += 1
+        for lane in schedule.lanes:
+            self._number_messages(lane)
+
+    def _number_messages(self, lane: Lane) -> None:
+        """Note which of the messages that a rank sends with a tag go to which recorded host."""
+        numbers: Counter[int] = Counter()
+        for event in lane.events:
+            if isinstance(event, Send):
+                for number, other in enumerate(event.hosts, numbers[event.tag]):
+                    if other in self._recorded:
+                        self._inboxes[other, lane.local_rank, event.tag].numbers.add(number)
+                numbers[event.tag] += len(event.hosts)
+        if lane.host == self._stand_in:
+            for tag, number in numbers.items():
+                self._sends[lane.local_rank, tag] += number
 
     def send(self, now: float, host: int, rail: int, event: Send, factor: float = 1.0) -> None:
         """Begin to send, at ``now``; all that is done for it takes ``factor`` times as long."""
@@ -89,32 +119,34 @@ class Network:
         self.messages += number
         self.nbytes += number * nbytes
         cost = link.send_overhead_s + nbytes * link.send_overhead_per_byte_s
-        start = max(now, self._busy_until[host, rail])
         gap = self._gap(host, nbytes, link)
-        index = np.arange(1, number + 1)
-        first = max(start + link.send_overhead_s, self._sent_until[host])
-        left = np.maximum(start + cost * index, first + gap * index)
+        start = max(now, self._busy_until[host, rail])
         self._work(start, host, rail, cost * number, factor)
-        self._sent_until[host] = float(left[-1])
-        begins = left - gap + link.latency_s
-        for position, other in enumerate(event.hosts):
-            if other in self._recorded:
-                self._arrive(other, rail, event.tag, nbytes, begins[position : position + 1], factor)
-        if host == self._stand_in:
-            elsewhere = np.fromiter((other not in self._recorded for other in event.hosts), bool, number)
-            self._mirror(rail, event, begins[elsewhere], factor)
+
+        def leave(index: int, now: float) -> None:
+            """Give a message to the link, which other ranks use as well, and go on to the next."""
+            begin = max(now, self._sent_until[host])
+            self._sent_until[host] = begin + gap
+            left = max(start + cost * (index + 1), begin + gap)
+            self._pass_on(host, rail, event, index, left - gap + link.latency_s, factor)
+            if index + 1 < number:
+                self._events.at(start + cost * (index + 1) + link.send_overhead_s, partial(leave, index + 1))
+
+        if number:
+            self._events.at(start + link.send_overhead_s, partial(leave, 0))
 
     def receive(
         self, now: float, host: int, rail: int, event: Receive, done: Action, factor: float = 1.0
     ) -> None:
         """Call ``done`` with the time at which all messages of a tag have come, or with ``now``."""
         inbox = self._inboxes[host, rail, event.tag]
-        if inbox.unrecorded and (rail, event.tag) not in self._sends_left:
+        if inbox.unrecorded and not self._sends[rail, event.tag]:
             # The host that stands for others has nothing to send here: its piece is empty. Others have.
             link, number = self._class(event.nbytes, factor), inbox.unrecorded
             inbox.unrecorded = 0
-            begins = np.full(number, now + link.send_overhead_s + link.latency_s)
-            self._arrive(host, rail, event.tag, event.nbytes, begins, factor)
+            for _ in range(number):
+                at_s = now + link.send_overhead_s + link.latency_s
+                self._arrive(host, rail, event.tag, event.nbytes, at_s, factor)
         if inbox.left:
             inbox.waiting = done
         else:
@@ -131,42 +163,41 @@ class Network:
     def _gap(self, host: int, nbytes: int, link: LinkClass) -> float:
         return link.gap_s + nbytes * link.gap_per_byte_s / self._machine.slow_links.get(host, 1.0)
 
-    def _mirror(self, rail: int, event: Send, begins: Times, factor: float) -> None:
-        """Let the hosts that are not recorded send what the one that stands for them has sent."""
-        key = rail, event.tag
-        self._mirrored[key].append((event.nbytes, begins))
-        self._sends_left[key] -= 1
-        if self._sends_left[key]:
-            return
-        parts = self._mirrored.pop(key)
-        times = np.sort(np.concatenate([begins for _, begins in parts]))
-        longest = max(nbytes for nbytes, _ in parts)
-        for host in self._recorded:
-            number = self._inboxes[host, rail, event.tag].unrecorded
-            if number and len(times):
-                self._arrive(host, rail, event.tag, longest, np.sort(np.resize(times, number)), factor)
+    def _pass_on(self, host: int, rail: int, event: Send, index: int, begin: float, factor: float) -> None:
+        """Let one of the messages of ``event`` come, whose first byte is there at ``begin``.
 
-    def _arrive(self, host: int, rail: int, tag: int, nbytes: int, begins: Times, factor: float) -> None:
-        """Have messages come in, whose first bytes are there at these times."""
-        self._events.at(float(begins[0]), lambda now: self._take(host, rail, tag, nbytes, begins, factor))
+        If it is from the host that stands for others, one comes from each of those as well.
+        """
+        other = event.hosts[index]
+        if other in self._recorded:
+            self._arrive(other, rail, event.tag, event.nbytes, begin, factor)
+        if host == self._stand_in:
+            key = rail, event.tag
+            number = self._sent[key]
+            self._sent[key] = number + 1
+            for receiver in self._recorded:
+                for _ in range(
+                    self._inboxes[receiver, rail, event.tag].from_others(number, self._sends[key])
+                ):
+                    self._arrive(receiver, rail, event.tag, event.nbytes, begin, factor)
 
-    def _take(self, host: int, rail: int, tag: int, nbytes: int, begins: Times, factor: float) -> None:
+    def _arrive(self, host: int, rail: int, tag: int, nbytes: int, begin: float, factor: float) -> None:
+        """Have a message come in, whose first byte is there at ``begin``."""
+        self._events.at(begin, lambda now: self._take(host, rail, tag, nbytes, now, factor))
+
+    def _take(self, host: int, rail: int, tag: int, nbytes: int, now: float, factor: float) -> None:
         link = self._class(nbytes, factor)
-        gap = self._gap(host, nbytes, link)
-        index = np.arange(len(begins))
-        free = np.maximum(begins, self._received_until[host])
-        ends = np.maximum.accumulate(free - gap * index) + gap * (index + 1)
-        self._received_until[host] = last = float(ends[-1])
+        self._received_until[host] = last = max(now, self._received_until[host]) + self._gap(
+            host, nbytes, link
+        )
         cost = link.receive_overhead_s + nbytes * link.receive_overhead_per_byte_s
-        start = max(float(begins[0]), self._busy_until[host, rail])
 
         def done(end: float) -> None:
             self._events.at(
-                max(end, last + link.receive_overhead_s),
-                lambda now: self._put(host, rail, tag, now, len(begins)),
+                max(end, last + link.receive_overhead_s), lambda now: self._put(host, rail, tag, now)
             )
 
-        self._work(start, host, rail, cost * len(begins), factor, done)
+        self._work(max(now, self._busy_until[host, rail]), host, rail, cost, factor, done)
 
     def _work(
         self,
@@ -190,9 +221,9 @@ class Network:
 
         cores.run(start, seconds, finish, who=(host, rail), factor=factor)
 
-    def _put(self, host: int, rail: int, tag: int, now: float, number: int) -> None:
+    def _put(self, host: int, rail: int, tag: int, now: float) -> None:
         inbox = self._inboxes[host, rail, tag]
-        inbox.left -= number
+        inbox.left -= 1
         inbox.last_s = max(inbox.last_s, now)
         if inbox.left == 0 and inbox.waiting is not None:
             inbox.waiting(inbox.last_s)

@@ -46,7 +46,10 @@ def fault_costs(workload: Workload, machine: Machine, normal: Prediction) -> lis
         answers.append(_answer(case, predict(workload, slower)))
     if machine.hosts > 1:
         slower = replace(machine, slow_links={**machine.slow_links, last_host: _SLOW_LINK})
-        answers.append(_answer(f"the link of host {last_host} at half speed", predict(workload, slower)))
+        slow = predict(workload, slower)
+        # In another order messages that come at the same time take up to 0.1 % less, on a full link as well.
+        seconds = max(slow.seconds, normal.seconds)
+        answers.append(Answer(f"the link of host {last_host} at half speed", seconds, slow.waiting_share))
         answers.append(
             Answer(
                 f"host {last_host} dies: TORCHESTRA_HEARTBEAT until that is known, then all again",
