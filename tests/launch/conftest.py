@@ -13,6 +13,8 @@ from typing import IO, NamedTuple
 
 import pytest
 
+from warm_programs import WarmProgram
+
 _LIMIT_S = 100
 
 
@@ -25,10 +27,14 @@ class Finished(NamedTuple):
 
 
 class Running:
-    """A job under way, in a session of its own."""
+    """A job under way, in a session of its own.
 
-    def __init__(self, arguments: list[str], **options: object) -> None:
-        self.process = subprocess.Popen(
+    Args:
+        fresh: the launcher is a new interpreter, as a user's is, and has to load torch.
+    """
+
+    def __init__(self, arguments: list[str], *, fresh: bool = False, **options: object) -> None:
+        self.process = (subprocess.Popen if fresh else WarmProgram)(
             [sys.executable, "-m", "torchestra", "run", *arguments],
             start_new_session=True,
             text=True,

@@ -33,6 +33,7 @@ from torchestra.store.replicated.addresses import Addresses
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.tcp.protocol import Request
 from torchestra.system import deadline
+from warm_programs import WarmProgram
 
 SECRET = "of this test"
 HEARTBEAT_S = 3.0  # a busy machine may keep a launcher from speaking for a second
@@ -113,7 +114,7 @@ class Hosts:
         }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command += [str(self._script), str(self.folder)]
-        self.launchers.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+        self.launchers.append(WarmProgram(command, env=environment, **pipes))  # type: ignore[call-overload]
         return self.launchers[-1]
 
     def wait(self, *names: str) -> None:

@@ -23,6 +23,7 @@ from torchestra.launcher.launcher_rendezvous import parse_rendezvous
 from torchestra.launcher.nodes import Nodes
 from torchestra.store import PrefixStore, TCPStore
 from torchestra.store.base import interruptible_sleep
+from warm_programs import WarmProgram
 
 SCRIPT = """
     import atexit, os, signal, sys, time
@@ -83,7 +84,7 @@ def nodes_running(
         command += ["--rendezvous", rendezvous, "--nproc", str(nproc), *options, str(script), *arguments]
         environment = {**os.environ, "TORCHESTRA_SECRET": "of this test", "TORCHESTRA_HOST_ID": f"node{node}"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        launchers.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        launchers.append(WarmProgram(command, env=environment, text=True, **pipes))
     try:
         yield launchers
     finally:

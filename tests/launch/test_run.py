@@ -48,7 +48,7 @@ SURROUNDINGS = """
 
 
 def test_a_script_finds_what_it_would_as_a_program_of_its_own(start, tmp_path, nothing_left) -> None:
-    job = start(SURROUNDINGS, 2, f"{tmp_path}/out", "--flag", stdin=subprocess.PIPE)
+    job = start(SURROUNDINGS, 2, f"{tmp_path}/out", "--flag", fresh=True, stdin=subprocess.PIPE)
     code, out, err = job.finish("typed")
     assert code == 0, err
     found: dict[int, dict] = {}
