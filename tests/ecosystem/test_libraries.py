@@ -195,6 +195,7 @@ def slow_rank() -> torchestra.FlightRecord:
 
 
 @needs("hta")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:hta")  # of pandas, which goes on
 def test_holistic_trace_analysis(tmp_path: Path) -> None:
     """It reads the profiles of a flight record, and sees who computes and who waits."""
     from hta.trace_analysis import TraceAnalysis
