@@ -30,6 +30,7 @@ from torchestra.system import deadline
 from torchestra.transport.message import Message
 
 BOUND = 8.0
+NOBODY: frozenset[int] = frozenset()
 
 
 class Clock:
@@ -136,7 +137,7 @@ def test_survivors_take_a_host_for_gone_that_acknowledges_nothing_for_the_bound(
     made, _, link = detector_of([[0, 1], [2, 3], [4]], 0)
     for second in range(int(BOUND) + 2):
         ack(link, 4, dead=(3,) if second == 2 else ())
-        gone = made.gone()
+        gone = made.gone(NOBODY, {0})
         # A host that is looked for every second is given up up to 1.5 looks early.
         expected = {2, 3} if second > BOUND - 1.5 else {3} if second >= 2 else set()
         assert gone == expected, second
@@ -145,25 +146,44 @@ def test_survivors_take_a_host_for_gone_that_acknowledges_nothing_for_the_bound(
 
 def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock) -> None:
     made, _, link = detector_of([[0, 1], [2, 3], [4]], 0)
-    assert made.gone() == set()
+    assert made.gone(NOBODY, {0}) == set()
     clock.now += 100 * BOUND
-    assert made.gone() == set()
+    assert made.gone(NOBODY, {0}) == set()
     ack(link, 2)
     for _ in range(int(BOUND)):
         clock.now += 1.0
         ack(link, 2)
-        gone = made.gone()
+        gone = made.gone(NOBODY, {0})
     assert gone == {4}  # it has had its time to be heard again
 
 
 def test_who_shrinks_pings_another_rank_of_a_host_than_one_that_is_gone(clock: Clock) -> None:
     """Else it takes the host for silent: nobody answers for a leader that has died."""
     made, _, link = detector_of([[0, 1], [2, 3], [4]], 0)
-    assert made.gone() == set()
+    assert made.gone(NOBODY, {0}) == set()
     assert sorted(link.pinged()) == [2, 4]
     clock.now += BOUND / 4
-    made.gone({2})  # as its own host says, in the registers
+    made.gone({2}, {0})  # as its own host says, in the registers
     assert sorted(link.pinged()) == [3, 4]
+
+
+def test_of_the_ranks_of_a_host_that_shrink_only_the_first_pings_other_hosts(clock: Clock) -> None:
+    """Else a job of 1,000 ranks would send 100,000 pings, eight times in a heartbeat bound."""
+    made, _, link = detector_of([[0, 1], [2, 3]], 1)
+    made.gone(NOBODY, {0, 2, 3})
+    assert link.pinged() == [0]
+    made, member, link = detector_of([[0, 1], [2, 3]], 1)
+    member.group_rank = 3
+    for _ in range(2 * int(BOUND)):  # it pings nobody, so nobody owes it an answer
+        assert made.gone(NOBODY, {0, 2, 3}) == set()
+        clock.now += 1.0
+    assert link.pinged() == []
+    made.gone({2}, {0, 2, 3})
+    assert link.pinged() == [0]
+    for _ in range(int(BOUND)):
+        clock.now += 1.0
+        gone = made.gone({2}, {0, 2, 3})
+    assert gone == {0, 1}
 
 
 def test_a_rank_answers_others_before_it_has_met_all_and_pings_nobody(clock: Clock) -> None:

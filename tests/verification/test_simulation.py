@@ -70,10 +70,16 @@ def test_a_failing_run_is_told_with_the_fewest_faults_that_suffice(
     assert failure is not None
     assert "'crash'" in failure.plan
     assert "'clock'" not in failure.plan
-    command._show("groups", failure)
+    command._show("groups", failure, "--subject groups --first 7 --seeds 1")
     told = capsys.readouterr().err
     assert "seed 7 FAILED" in told
-    assert "--subject groups --first 7 --seeds 1" in told
+    assert "again: python -m verification.simulation --subject groups --first 7 --seeds 1" in told
+
+
+def test_a_large_group_goes_on_without_a_rank_that_dies(capsys: pytest.CaptureFixture[str]) -> None:
+    """On many machines each pings a few others, and of a machine that shrinks only one rank."""
+    assert command.main(["--ranks", "24"]) == 0
+    assert capsys.readouterr().out.startswith("24 ranks on 3 machines: ")
 
 
 def test_every_subject_runs_a_seed() -> None:

@@ -76,6 +76,8 @@ PROTOCOL_MUTATIONS: list[Mutation] = [
              "            return ballot", "shrink, a wrong belief"),
     Mutation(_AGREEMENT, "            self._refuse_if_left(ballot)\n", "            pass\n",
              "shrink, an interrupt"),
+    Mutation(_AGREEMENT, "if proposed and not self._registers.void(ballot):", "if False:",
+             "shrink, too late"),
     # Registers in the arena.
     Mutation(_ARENA, "return previous == ballot.word", "return True", "shrink, a wrong belief"),
     Mutation(_ARENA, "return self._exchange(ballot, State.OPEN, ballot.epoch + 1, 0)",

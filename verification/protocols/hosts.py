@@ -357,7 +357,7 @@ def _hierarchy(rank: int, size: int, store: ModelStore) -> Any:
     detector = SimpleNamespace(
         store=store,
         bound=1.0,
-        gone=lambda said: set(perform("looks who is gone")),
+        gone=lambda *_: set(perform("looks who is gone")),
         ask_where_they_are=lambda: (),
     )
     hosts = SimpleNamespace(size=size, describe=lambda each: f"rank {each}", among=len)

@@ -2,6 +2,7 @@
 
     python -m verification.simulation --seeds 1000                       # so many of each subject
     python -m verification.simulation --subject groups --first 89 --seeds 1    # that seed again, exactly
+    python -m verification.simulation --ranks 1000                       # one large group
 
 A failing seed ends the run: printed are the promise that it breaks, the fewest of its faults that suffice,
 what happened, and the command that repeats it. The exit code is 1 then.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from verification.simulation import large
 from verification.simulation.subjects import SUBJECTS, Failure, check, stay_on_a_core
 
 _SHOWN_EVENTS = 60
@@ -35,7 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--subject", choices=SUBJECTS, help="this one alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that run seeds at once")
+    parser.add_argument("--ranks", type=int, help="one group of so many ranks, eight to a machine, instead")
     options = parser.parse_args(arguments)
+    if options.ranks is not None:
+        failure, took = large.check(options.ranks, options.first)
+        print(took, flush=True)
+        if failure is not None:
+            _show(f"{options.ranks} ranks", failure, f"--ranks {options.ranks} --first {failure.seed}")
+        return int(failure is not None)
     seeds = range(options.first, options.first + options.seeds)
     subjects = list(SUBJECTS) if options.subject is None else [options.subject]
     context = multiprocessing.get_context("forkserver")
@@ -54,15 +63,15 @@ def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> int:
     for failure in pool.map(partial(check, subject), seeds, chunksize=max(1, min(16, len(seeds) // 8))):
         done += 1
         if failure is not None:
-            _show(subject, failure)
+            _show(subject, failure, f"--subject {subject} --first {failure.seed} --seeds 1")
             pool.shutdown(wait=False, cancel_futures=True)
             return 1
     print(f"{subject}: {done} seeds, {done / (time.monotonic() - began) * 3600:,.0f} an hour", flush=True)
     return 0
 
 
-def _show(subject: str, failure: Failure) -> None:
-    again = f"python -m verification.simulation --subject {subject} --first {failure.seed} --seeds 1"
+def _show(subject: str, failure: Failure, options: str) -> None:
+    again = f"python -m verification.simulation {options}"
     lines = [f"{subject}: seed {failure.seed} FAILED: {failure.what}", failure.plan]
     lines += failure.events[-_SHOWN_EVENTS:]
     print("\n".join([*filter(None, lines), f"again: {again}"]), file=sys.stderr)

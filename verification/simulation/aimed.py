@@ -3,11 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from torchestra.errors import DistError
 from verification.simulation.faults import Fault
+from verification.simulation.groups import BOUND_S, GroupsWorld, Lineage
+from verification.simulation.messages import MessagesWorld
 from verification.simulation.network import Quality
 from verification.simulation.rpc import Program, RpcWorld
 from verification.simulation.world import Plan
+
+
+class BriefWorld(GroupsWorld):
+    """Groups that end a second after the last fault, if nothing keeps them: so an endless run shows soon."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.until = plan.faults[-1].at + 1.0
+
+
+class LateWorld(BriefWorld):
+    """Groups in which the ranks of the last machine call ``shrink()`` later than others may be silent."""
+
+    def _judge(self, rank: int, lineage: Lineage, error: DistError) -> None:
+        super()._judge(rank, lineage, error)
+        if self.plan.hosts[rank] == max(self.plan.hosts):
+            self.time.sleep(2 * BOUND_S)
+
+
+class EnteringWorld(BriefWorld):
+    """Groups of two machines whose connections are reset while ranks enter a new group, after a crash."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._listening = -1
+        self.run.call_later(plan.faults[-1].at, self._await_entry)
+
+    def _await_entry(self) -> None:
+        """Reset them twice after the first rank listens in a new group."""
+        bound = len(self.network.bound)
+        if 0 <= self._listening < bound:
+            for earliest in (0.05, 0.25):
+                seconds = earliest + self.choices.uniform(0.0, 0.2)
+                self.run.call_later(seconds, partial(self.network.reset, 0, 1))
+        else:
+            self._listening = bound if self._listening < 0 else min(bound, self._listening)
+            self.run.call_later(0.002, self._await_entry)
+
+
+class SmallMessagesWorld(MessagesWorld):
+    """Many messages of one frame, none of which a reset of connections may lose."""
+
+    rounds, sizes = 30, (1, 8, 1000)
 
 
 class _Calls(Program):
@@ -44,6 +91,18 @@ class ReferencesWorld(RpcWorld):
     def work(self, rank: int) -> None:
         """Pass references on."""
         _References(self, rank).go()
+
+
+def two_deaths(seed: int) -> Plan:
+    """Return a run in which the first ranks of two machines die, each noticed by its own machine alone."""
+    crashes = [Fault(1.5, "crash", rank, 0, 0, 0.0) for rank in (0, 3)]
+    return Plan(seed, (0, 0, 0, 1, 1, 1), 0.0, Quality(0.002, 0.01), crashes, most_turns=40_000)
+
+
+def death(seed: int) -> Plan:
+    """Return a run in which a rank dies."""
+    crash = Fault(1.5, "crash", 3, 0, 0, 0.0)
+    return Plan(seed, (0, 0, 1, 1), 0.0, Quality(0.002, 0.01), [crash], most_turns=40_000)
 
 
 def calls(seed: int) -> Plan:

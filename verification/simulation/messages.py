@@ -9,6 +9,7 @@ each rank gets all its messages, or an error that blames nobody who is well.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -39,11 +40,18 @@ def plan(seed: int) -> Plan:
 
 
 class MessagesWorld(GroupsWorld):
-    """The ranks of one run."""
+    """The ranks of one run.
+
+    Attributes:
+        rounds, sizes: how many messages each rank sends, and of how many numbers.
+    """
+
+    rounds: int = _ROUNDS
+    sizes: Sequence[int] = _SIZES
 
     def _work(self, rank: int, lineage: Lineage, group: ProcessGroup) -> str:
         try:
-            for number in range(_ROUNDS):
+            for number in range(self.rounds):
                 self._round(rank, number)
         except DistError as error:
             self._judge(rank, lineage, error)
@@ -56,7 +64,7 @@ class MessagesWorld(GroupsWorld):
         """Send something to the rank at some distance, and receive from that at the same."""
         size = len(self.ranks)
         drawn = random.Random(f"{self.plan.seed} round {number}")  # the same on all ranks
-        distance, length = drawn.randrange(1, size), drawn.choice(_SIZES)
+        distance, length = drawn.randrange(1, size), drawn.choice(self.sizes)
         to, source = (rank + distance) % size, (rank - distance) % size
         sent = torch.full((length,), 1000 * rank + number)
         came = torch.zeros(length, dtype=torch.int64)

@@ -60,12 +60,16 @@ class Process:
 
 
 class Task:
-    """A thread of a process. ``turn`` is locked while it is not its turn."""
+    """A thread of a process. ``turn`` is locked while it is not its turn, for which ``await_turn`` waits.
+
+    Under that name, for the hang reports of the product would look who holds a lock that a program acquires.
+    """
 
     def __init__(self, number: int, process: Process, name: str) -> None:
         self.number, self.process, self.name = number, process, name
         self.turn = _thread.allocate_lock()
-        self.turn.acquire()
+        self.await_turn = self.turn.acquire
+        self.await_turn()
         self.ident = 0
         self.thread: threading.Thread | None = None
         self.is_started = self.is_waiting = self.was_woken = self.is_done = False
@@ -202,7 +206,7 @@ class Scheduler:
     def run_task(self, task: Task, run: Callable[[], None]) -> None:
         """Run a thread from its first turn to its end; called on it."""
         task.ident = _thread.get_ident()
-        task.turn.acquire()
+        task.await_turn()
         try:
             if not self.is_ending:
                 run()
@@ -279,7 +283,7 @@ class Scheduler:
         else:
             return
         if task is not None:
-            task.turn.acquire()
+            task.await_turn()
             if self.is_ending:
                 raise Killed
 

@@ -4,7 +4,7 @@ Hosts *ping* each other over the group's transport. The leader of each host (its
 that: the *coordinator*, the leader of the first host whose leader has not gone, pings all hosts; all others
 ping the coordinator's host; of many hosts only few ping each other (heartbeat_tree.py). A ping is for a host:
 it goes to the first of its ranks that has not gone, and any rank answers for its host, on the transport's
-thread. Pings and their
+thread. After two without an answer it goes to the next, for that one may have died unnoticed. Pings and their
 acknowledgements carry the *membership updates*, as in SWIM (Das, Gupta, Motivala 2002): which ranks have died
 or left as far as the sender knows. For its own host a rank learns that from the arena. A rank that is no
 leader pings a host when it waits for one of its ranks.
@@ -56,6 +56,7 @@ from torchestra.transport.message import Message
 _ANSWER_SECONDS = 3.0
 _PING_SECONDS = 1.0
 _MOST_WATCHED = 4
+_PINGS_PER_RANK = 2
 
 
 class FailureDetector:
@@ -95,6 +96,7 @@ class FailureDetector:
         self._unreachable: set[int] = set()
         self._said_gone: set[int] = set()
         self._pinged: dict[int, float] = {}  # by host: when
+        self._unanswered: dict[int, int] = {}  # by host: how many pings since it was heard from
         self._received_at: dict[int, float] = {}  # by host: when bytes came last, by the transport's clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -120,7 +122,8 @@ class FailureDetector:
         """Return the rank that speaks for a host; None if there is none any more."""
         gone = self.dead | self.left | self._said_gone
         there = [rank for rank in self.hosts.on(host) if rank not in gone]
-        return next((rank for rank in there if rank not in self._unreachable), there[0] if there else None)
+        there = [rank for rank in there if rank not in self._unreachable] or there
+        return there[self._unanswered.get(host, 0) // _PINGS_PER_RANK % len(there)] if there else None
 
     def _has_no_responder(self, host: int) -> bool:
         """Return whether a host is known to have no rank left that answers for it."""
@@ -150,6 +153,7 @@ class FailureDetector:
         """Ask a host for news of its ranks, and whether it lives."""
         self._pinged[host] = time.monotonic()
         if (rank := self._contact(host)) is not None:
+            self._unanswered[host] = self._unanswered.get(host, 0) + 1
             self._say(rank, ControlMessage.ping, self._updates())
 
     def end_reason(self, rank: int) -> str | None:
@@ -162,20 +166,25 @@ class FailureDetector:
             self.ping(host)
         return "died" if rank in self.dead else "destroyed the group" if rank in self.left else None
 
-    def gone(self, said_gone: Set[int] = frozenset()) -> frozenset[int]:
+    def gone(self, said_gone: Set[int], looking: Set[int]) -> frozenset[int]:
         """Return the ranks on other hosts that have died or left, and those of silent hosts.
 
-        For callers that look repeatedly: the result may be an eighth of the heartbeat bound old.
+        For callers that look repeatedly: the result may be an eighth of the heartbeat bound old. Of each host
+        only one rank pings the others, or each of 1,000 ranks would ping all hosts; the others of its host
+        learn from what it does next, and from hosts that ping them, which are silent.
 
         Args:
             said_gone: ranks that are gone, as ranks of their hosts say; from now on it pings others.
+            looking: ranks that look, too. The first of a host that is not gone pings for its host.
         """
         failed, host_of = self._failed_ranks(), self.hosts.host_of
         wholly = {host for host in self._others if failed.issuperset(self.hosts.on(host))}
         self._said_gone.update(said_gone, (rank for rank in failed if host_of[rank] not in wholly))
-        for host in self._others:
-            self._ping_if_due(host)
-        silent = self._suspect(self._others)
+        silent: set[int] = set()
+        if self._context.group_rank == min(self._here & looking - said_gone, default=-1):
+            for host in self._others:
+                self._ping_if_due(host)
+            silent = self._suspect(self._others)
         with self._lock:
             # A host given up with all its ranks is lost until it is heard from.
             lost = self.silent | silent | (wholly - self._heard_since)
@@ -245,6 +254,7 @@ class FailureDetector:
         host = self.hosts.host_of[source]
         with self._lock:
             self._unreachable.discard(source)
+            self._unanswered.pop(host, None)
             self._timers.record_contact(host)
             if self._transport is not None:
                 self._received_at[host] = self._transport.link.received_at(source)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.unreadable import UNREADABLE
+
+V = TypeVar("V")
 
 warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
@@ -54,6 +57,30 @@ def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tu
             yield tuple(map(int, ranks))
         else:
             warnings.warn("ignored an invalid word in %s: %.100r", what, word)
+
+
+class GrowingText(Generic[V]):
+    """A text to which ranks append words: those that were there at the last look are not read again.
+
+    A rank that waits for 1,000 others looks again and again at the list of those that have come.
+
+    Args:
+        read: reads words.
+    """
+
+    def __init__(self, read: Callable[[bytes], Iterable[V]]) -> None:
+        self._read = read
+        self._text = b""
+        self._values: list[V] = []
+
+    def values(self, text: bytes) -> Sequence[V]:
+        """Return what all words of a text say."""
+        if not text.startswith(self._text):
+            self._text = b""
+            self._values.clear()
+        self._values += self._read(text[len(self._text) :])
+        self._text = text
+        return self._values
 
 
 def read_proposal(text: bytes, size: int) -> tuple[tuple[int, ...], bytes] | None:

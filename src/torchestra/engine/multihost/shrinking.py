@@ -166,7 +166,7 @@ class _StoreEpochEntry(Generic[E]):
         context = self._hierarchy.context
         self._registers.report_gone(set(context.to_group_ranks(context.gone())))
         said_gone = self._registers.gone()
-        return said_gone | self._gone(said_gone)
+        return said_gone | self._gone(said_gone, self._registers.candidates())
 
     def offer(self, ballot: Ballot, survivors: Sequence[int]) -> bytes:
         return b""

@@ -18,10 +18,10 @@ compare_set, by the rank that comes first; and an epoch begins only after the on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchestra.engine.membership.agreement import Ballot, Registers, State
-from torchestra.engine.multihost.peer_values import ranks_in_words, read_proposal
+from torchestra.engine.multihost.peer_values import GrowingText, ranks_in_words, read_proposal
 from torchestra.errors import DistBackendError
 from torchestra.store import Store
 from torchestra.store.secret import SECRET_ADVICE
@@ -47,6 +47,9 @@ class StoreRegisters(Registers):
         self._gone: set[int] = set()
         self._excluded: dict[int, int] = {}
         self._entered: set[int] = set()
+        self._came_text = GrowingText(self._read_signed)
+        self._gone_text, self._entered_text = GrowingText(self._read_ranks), GrowingText(self._read_ranks)
+        self._excluded_text = GrowingText(self._read_pairs)
         self._accused: set[int] = set()
 
     def ballot(self) -> Ballot:
@@ -66,11 +69,11 @@ class StoreRegisters(Registers):
                 self._accused = {rank for (rank,) in words}
                 self._begin_epoch()
         survivors, key = read
-        self._coming = self._ranks_that_came(came)
-        self._gone = {rank for (rank,) in ranks_in_words(gone, 1, self.size, self._what)}
-        pairs = ranks_in_words(excluded, 2, self.size, self._what)
-        self._excluded = {ranks[0]: ranks[1] for ranks in pairs}
-        self._entered = {rank for (rank,) in ranks_in_words(entered, 1, self.size, self._what)}
+        coming = dict(self._came_text.values(came))
+        self._coming = {rank: sign for rank, sign in coming.items() if sign != b"-"}
+        self._gone = set(self._gone_text.values(gone))
+        self._excluded = dict(self._excluded_text.values(excluded))
+        self._entered = set(self._entered_text.values(entered))
         state = State.COMMITTED if verdict else State.PROPOSED if survivors else State.OPEN
         if verdict and not survivors:
             raise self.forged_error()
@@ -144,14 +147,18 @@ class StoreRegisters(Registers):
         epoch = self._epoch
         return f"verdict/{epoch}", f"round/{epoch}", "came", "gone", "excluded", f"entered/{epoch}"
 
-    def _ranks_that_came(self, text: bytes) -> dict[int, bytes]:
-        """Return how the ranks come that want to go on: ``b"+"`` where others may be let in."""
-        came: dict[int, bytes] = {}
+    def _read_ranks(self, text: bytes) -> Iterator[int]:
+        return (rank for (rank,) in ranks_in_words(text, 1, self.size, self._what))
+
+    def _read_pairs(self, text: bytes) -> Iterator[tuple[int, int]]:
+        return ((rank, other) for rank, other in ranks_in_words(text, 2, self.size, self._what))
+
+    def _read_signed(self, text: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield ranks, each with ``b"+"`` where it lets others in, ``b"-"`` where it has withdrawn."""
         for word in text.split():
             sign = word[:1] if word[:1] in (b"+", b"-") else b""
-            for (rank,) in ranks_in_words(word[len(sign) :], 1, self.size, self._what):
-                came[rank] = sign
-        return {rank: sign for rank, sign in came.items() if sign != b"-"}
+            for rank in self._read_ranks(word[len(sign) :]):
+                yield rank, sign
 
     def _append(self, key: str, words: Iterable[str]) -> None:
         if text := "".join(f"{word} " for word in words):
