@@ -54,7 +54,7 @@ class EnteringWorld(BriefWorld):
 class SmallMessagesWorld(MessagesWorld):
     """Many messages of one frame, none of which a reset of connections may lose."""
 
-    rounds, sizes = 30, (1, 8, 1000)
+    rounds, sizes, pauses = 40, (1, 8, 1000), (0.0,)
 
 
 class _Calls(Program):
@@ -103,6 +103,12 @@ def death(seed: int) -> Plan:
     """Return a run in which a rank dies."""
     crash = Fault(1.5, "crash", 3, 0, 0, 0.0)
     return Plan(seed, (0, 0, 1, 1), 0.0, Quality(0.002, 0.01), [crash], most_turns=40_000)
+
+
+def resets(seed: int) -> Plan:
+    """Return a run in which connections are reset again and again, while messages are under way."""
+    faults = [Fault(2.0 + 0.3 * number, "reset", 0, number % 3, -1, 0.0) for number in range(9)]
+    return Plan(seed, (0, 1, 2), 0.0, Quality(0.02, 0.02), faults, most_turns=20_000)
 
 
 def calls(seed: int) -> Plan:

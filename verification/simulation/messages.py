@@ -44,10 +44,12 @@ class MessagesWorld(GroupsWorld):
 
     Attributes:
         rounds, sizes: how many messages each rank sends, and of how many numbers.
+        pauses: how many seconds it does something else between two.
     """
 
     rounds: int = _ROUNDS
     sizes: Sequence[int] = _SIZES
+    pauses: Sequence[float] = (0.0, 0.1, 0.5)
 
     def _work(self, rank: int, lineage: Lineage, group: ProcessGroup) -> str:
         try:
@@ -74,4 +76,4 @@ class MessagesWorld(GroupsWorld):
         work.wait()
         if got != source or bool((came != 1000 * source + number).any()):
             self.run.fail(f"rank {rank} got {came[:3].tolist()} of rank {got} in round {number}")
-        self.time.sleep(self.choices.choice((0.0, 0.1, 0.5)))
+        self.time.sleep(self.choices.choice(self.pauses))

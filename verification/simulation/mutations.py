@@ -45,6 +45,7 @@ from verification.simulation.aimed import (
     EnteringWorld,
     LateWorld,
     ReferencesWorld,
+    SmallMessagesWorld,
 )
 from verification.simulation.autograd import AutogradWorld
 from verification.simulation.faults import Fault
@@ -101,6 +102,7 @@ class Mutation(NamedTuple):
             BriefWorld: [],
             LateWorld: [aimed.two_deaths],
             EnteringWorld: [aimed.death],
+            SmallMessagesWorld: [aimed.resets],
             MessagesWorld: [messages.plan, _death_while_meeting],
             RpcWorld: [rpc.plan, _late_goodbye],
             CallsWorld: [aimed.calls],
@@ -328,13 +330,6 @@ _TWO_OF_THREE = _plan(
     most_turns=9_000,
 )
 _TRIANGLE = _plan((0, 1, 2), Fault(1.0, "cut", 0, 1, 2, 60.0))
-_RESETS = Plan(
-    17,
-    range(8),
-    0.01,
-    Quality(0.002, 0.01),
-    [Fault(1.15 + 0.2 * host, "reset", 0, host, -1, 0.0) for host in (1, 2, 3, 4)],
-)
 _CRASH = _plan((0, 0, 1, 1), Fault(1.0, "crash", 1, 0, 0, 0.0))
 
 MUTATIONS: dict[str, Mutation] = {
@@ -389,8 +384,8 @@ MUTATIONS: dict[str, Mutation] = {
         PairConnection,
         "break_off",
         _forget_what_is_not_confirmed,
-        MessagesWorld,
-        _RESETS,
+        SmallMessagesWorld,
+        aimed.resets(0),
         "timed out",
     ),
     "commit what is not ready": Mutation(
