@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 import torchestra
+from warm_programs import WarmProgram
 
 pytest_plugins = ("pytester",)
 
@@ -31,10 +34,21 @@ def run(pytester: pytest.Pytester, source: str, *arguments: str) -> pytest.RunRe
     return pytester.runpytest_inprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments)
 
 
-def run_apart(pytester: pytest.Pytester, source: str, *arguments: str) -> pytest.RunResult:
+def run_apart(pytester: pytest.Pytester, source: str, *arguments: str, typed: str = "") -> pytest.RunResult:
     """Run a test file in a process of its own, which no other test has left threads in."""
     pytester.makepyfile(HEAD + source)
-    return pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments)
+    options = (*PLUGIN, "-p", "no:cacheprovider", f"--basetemp={pytester.path / 'temporary'}")
+    began = time.monotonic()
+    program = WarmProgram(
+        [sys.executable, "-m", "pytest", *options, *arguments],
+        cwd=pytester.path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    out, _ = program.communicate(typed)
+    return pytest.RunResult(program.returncode, out.splitlines(), [], time.monotonic() - began)
 
 
 def test_a_marked_test_runs_on_every_rank_once_per_size(pytester: pytest.Pytester) -> None:
@@ -355,9 +369,7 @@ def test_it():
     secret = 41 + rank
     assert rank == 0
 """
-    pytester.makepyfile(HEAD + source)
-    command = (sys.executable, "-m", "pytest", *PLUGIN, "-p", "no:cacheprovider", "--pdb", "--pdb-rank", "2")
-    result = pytester.run(*command, stdin=b"p 'secret is', secret\nq\n")
+    result = run_apart(pytester, source, "--pdb", "--pdb-rank", "2", typed="p 'secret is', secret\nq\n")
     assert "('secret is', 43)" in result.stdout.str()
 
 
@@ -534,4 +546,6 @@ def test_it():
     assert type(rank_world.__loader__).__name__ == "SourceFileLoader"
     assert type(sys.modules[__name__].__loader__).__name__ == "AssertionRewritingHook"
 """
-    run_apart(pytester, "pytest.register_assert_rewrite('torchestra')\n" + source).assert_outcomes(passed=1)
+    pytester.makepyfile(HEAD + "pytest.register_assert_rewrite('torchestra')\n" + source)
+    result = pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
