@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 
 from torchestra.engine.hosts import Hosts
-from torchestra.engine.multihost.bridge import Bridge, BridgeError
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
 from torchestra.engine.multihost.bridge_selection import open_bridge
+from torchestra.engine.multihost.gloo_bridge import GlooBridge
+from torchestra.engine.multihost.gloo_works import abort
 from torchestra.engine.multihost.group_transport import GroupTransport
 from torchestra.store import HashStore
 
@@ -94,3 +99,61 @@ def wait_in_vain(bridge: Bridge, both_wait: threading.Barrier) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_closing_ends_what_is_under_way(kind: str) -> None:
     at_both_ends(kind, partial(wait_in_vain, both_wait=threading.Barrier(2)))
+
+
+def begin_long(bridge: Bridge, length: int) -> tuple[torch.Tensor, Pending]:
+    """Begin to send from end 1 to end 0."""
+    assert bridge.all_gather(torch.zeros(2, dtype=torch.uint8), numbers(1, 0), SECONDS).wait(SECONDS)
+    tensor = torch.full((length,), bridge.host, dtype=torch.uint8)
+    return tensor, bridge.broadcast(tensor, 1, SECONDS)
+
+
+def close_amid(
+    bridge: Bridge, length: int, first: int, turns: list[threading.Event], amid: list[bool]
+) -> None:
+    tensor, pending = begin_long(bridge, length)
+    if bridge.host == 0:
+        while not tensor[: 1 << 10].any():
+            time.sleep(0)
+        turns[first].set()
+    assert turns[bridge.host].wait(SECONDS)
+    bridge.close()
+    turns[1 - bridge.host].set()
+    has_ended = False
+    with contextlib.suppress(BridgeError):
+        has_ended = pending.wait(SECONDS / 2)  # Gloo's own time-out comes later
+        assert has_ended, f"end {bridge.host} waits on after it has been closed"
+    if bridge.host == 0:
+        amid.append(not has_ended)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["receiver first", "sender first"])
+def test_ends_closed_amid_a_long_message_leave_no_thread(first: int) -> None:
+    """Gloo does not tell the send and the receive that are in the middle that their connection has failed."""
+    amid: list[bool] = []
+    for length in (1 << 26, 1 << 27, 1 << 28, 1 << 29):  # until one is closed before all has arrived
+        turns = [threading.Event() for _ in range(2)]
+        at_both_ends("gloo", partial(close_amid, length=length, first=first, turns=turns, amid=amid))
+        if amid[-1]:
+            break
+    assert amid[-1]
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchestra-gloo"):
+            thread.join(SECONDS / 2)
+            assert not thread.is_alive()
+
+
+def test_this_build_of_torch_lets_works_of_gloo_be_ended() -> None:
+    """Else closing a bridge warns, and leaves a thread until the time-out; that would be a new torch."""
+    at_both_ends("gloo", both_can_be_aborted)
+
+
+def both_can_be_aborted(bridge: Bridge) -> None:
+    _, pending = begin_long(bridge, 1)
+    assert pending.wait(SECONDS)
+    assert isinstance(bridge, GlooBridge)
+    group, peer = bridge._ends.group, 1 - bridge.host
+    for work in (group.recv([torch.empty(1)], peer, 7), group.send([torch.empty(1)], peer, 8)):
+        assert abort(work)
+        assert not work.wait(timedelta(seconds=SECONDS))
+    assert not abort(group.barrier())  # a work of another class: not touched

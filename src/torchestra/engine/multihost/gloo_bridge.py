@@ -10,7 +10,8 @@ begin on the thread that calls. A thread of the bridge waits for their end, beca
 interrupted, and breaks all connections when its time is up.
 
 That is also how a bridge is closed amid an operation: a wait for nothing, for a millisecond, breaks the
-connections, and every other wait ends with an error.
+connections, which the other ends see. This end's own wait is stopped as well, as Gloo leaves some out
+(gloo_works.py).
 
 A receive of Gloo's also takes what is shorter than it.
 """
@@ -18,6 +19,7 @@ A receive of Gloo's also takes what is shorter than it.
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
 import weakref
@@ -31,6 +33,7 @@ import torch
 from torchestra.engine import progress
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors
 from torchestra.engine.multihost.gloo_store import store_for_gloo
+from torchestra.engine.multihost.gloo_works import WorksWaiter
 from torchestra.store import Store
 from torchestra.system.limits import start_thread
 from torchestra.transport.addresses import own_address
@@ -38,6 +41,7 @@ from torchestra.transport.addresses import own_address
 _TAG, _NEVER_SENT = 0, 1
 _SLACK_SECONDS = 60.0  # a waiting caller gives an operation up before Gloo does
 _CLOSE_SECONDS = 1.0
+_log = logging.getLogger(__name__)
 
 
 class _Transfer:
@@ -79,16 +83,15 @@ class _Transfer:
         """Make it end with an error."""
         self._error = error
 
-    def run(self) -> None:
+    def run(self, waiter: WorksWaiter) -> None:
         """Complete it, on the bridge's thread."""
         if self._begin is not None and self._error is None:
             self.begin()
         try:
-            for work in self._works:
-                work.wait(self._timeout)
+            for _ in waiter.wait(self._works, self._timeout):
                 self._ended += 1
         except Exception as error:
-            self._error = error
+            self._error = self._error or error
         self._works, self._tensors = (), ()
         self._under_way.release()
 
@@ -118,9 +121,11 @@ class _Ends:
         queued: transfers that begin when the ends have met; all at once, since some may end only when others
             have begun.
         error: why they have not met.
+        waiter: waits on the bridge's thread.
     """
 
     def __init__(self, host: int, size: int) -> None:
+        self.waiter = WorksWaiter()
         self.host = host
         self.size = size
         self.others = [end for end in range(size) if end != host]
@@ -138,6 +143,8 @@ class _Ends:
         except Exception as error:
             self.error = error
         with self.lock:
+            if self.is_closed and self.error is None:
+                self.error = BridgeError("this end is closed")
             self.is_open = self.error is None
             for transfer in self.queued:
                 if self.error is None:
@@ -160,10 +167,10 @@ class _Ends:
         self.group = c10d.ProcessGroupGloo(self.store, self.host, self.size, options)
         greeting, greetings = torch.zeros(1, dtype=torch.uint8), torch.empty(self.size, dtype=torch.uint8)
         rows = greetings.split(1)
-        _await(
-            self.begin([(end, rows[end]) for end in self.others], [(end, greeting) for end in self.others]),
-            timeout,
-        )
+        receives = [(end, rows[end]) for end in self.others]
+        greeted = self.begin(receives, [(end, greeting) for end in self.others])
+        for _ in self.waiter.wait(greeted, timeout):
+            pass
 
     def begin(self, receives: PeerTensors, sends: PeerTensors) -> list[Any]:
         """Begin to receive and to send."""
@@ -196,7 +203,9 @@ class GlooBridge(Bridge):
         self._ends = _Ends(host, size)
         self._tasks: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         name = f"torchestra-gloo-{host}"
-        self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._tasks, self._ends.waiter), name=name, daemon=True
+        )
         self._stop = weakref.finalize(self, self._tasks.put, None)
         self._stop.atexit = False
         start_thread(self._thread)
@@ -206,12 +215,12 @@ class GlooBridge(Bridge):
 
     def begin(self, receives: PeerTensors, sends: PeerTensors, timeout_s: float) -> _Transfer:
         ends, timeout = self._ends, timedelta(seconds=timeout_s + _SLACK_SECONDS)
-        if ends.is_closed:
-            raise BridgeError("Gloo: this end is closed")
         both = (*receives, *sends)
         tensors, others = [tensor for _, tensor in both], [end for end, _ in both]
         transfer = _Transfer(partial(ends.begin, receives, sends), timeout, tensors, others)
         with ends.lock:
+            if ends.is_closed:
+                raise BridgeError("Gloo: this end is closed")
             if ends.error is not None:
                 raise _failure(ends.error) from ends.error
             if ends.is_open:
@@ -219,29 +228,34 @@ class GlooBridge(Bridge):
             else:
                 ends.queued.append(transfer)
             self._tasks.put(transfer)
-        self._last = transfer
+            self._last = transfer
         return transfer
 
     def close(self) -> None:
-        if self._ends.is_closed:
-            return
-        self._ends.is_closed = True
-        if self._ends.is_open and not self._last.has_ended():
-            self._ends.break_off()
+        ends = self._ends
+        with ends.lock:  # a transfer that began now would begin after its connections have been broken
+            if ends.is_closed:
+                return
+            ends.is_closed = True
+            amid_transfer = ends.is_open and not self._last.has_ended()
+        if amid_transfer:
+            ends.break_off()
+        ends.waiter.stop()
         self._stop()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
+            if amid_transfer and self._thread.is_alive():
+                _log.warning(
+                    "Gloo: the thread %s waits on for a message whose connection is broken, and keeps memory"
+                    " and descriptors until the operation's time-out: this build of torch lets nobody end it",
+                    self._thread.name,
+                )
 
 
-def _await(works: Sequence[Any], timeout: timedelta) -> None:
-    for work in works:
-        work.wait(timeout)
-
-
-def _serve(transfers: queue.SimpleQueue[_Transfer | None]) -> None:
+def _serve(transfers: queue.SimpleQueue[_Transfer | None], waiter: WorksWaiter) -> None:
     """Run a bridge's thread."""
     while (transfer := transfers.get()) is not None:
-        transfer.run()
+        transfer.run(waiter)
         del transfer
 
 
