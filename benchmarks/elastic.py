@@ -74,7 +74,9 @@ class Moving(NamedTuple):
     Attributes:
         new, behind: until a new rank, and one a step behind, has it.
         core: what a rank's core works for the first, which other programs on the machine do not change much.
-        copied, copied_core: a copy of the state by one rank: the time, and what the core works.
+        copied, copied_core: a copy of the state by one rank, into memory in use, while the others wait: the
+            time, and what the core works.
+        copied_anew: the same into new memory, which has page faults, as what a rank a step behind receives.
     """
 
     new: float
@@ -82,12 +84,15 @@ class Moving(NamedTuple):
     core: float
     copied: float
     copied_core: float
+    copied_anew: float
 
 
 def moving(megabytes: int) -> Moving:
     """Measure how a state is moved."""
     tensors = {f"t{index}": torch.ones(megabytes << 16) for index in range(4)}
+    target = torch.ones(megabytes << 16)
     began_anew, behind, core = [], [], []
+    copies: list[tuple[float, float, float]] = []
     for repetition in range(4):
         state = elastic.State(*tensors.values())
         if dist.get_rank() != 1:
@@ -99,13 +104,25 @@ def moving(megabytes: int) -> Moving:
         state.step = repetition + (dist.get_rank() != 1)
         dist.barrier()
         behind.append(state.sync().seconds)
-    source, target = tensors["t0"], torch.ones(megabytes << 16)
-    began, worked = time.perf_counter(), time.process_time()
-    for _ in range(4):
-        target.copy_(source)
-    copied, copied_core = time.perf_counter() - began, time.process_time() - worked
+        if dist.get_rank() == 0:  # in turns with the others, as other programs may come and go
+            copies.append((*copying(list(tensors.values()), [target] * 4), copying_anew(tensors)))
+        dist.barrier()
     new, stale = statistics.median(began_anew[1:]), statistics.median(behind[1:])
-    return Moving(new, stale, statistics.median(core[1:]), copied, copied_core)
+    plain = [statistics.median(each) for each in zip(*copies[1:], strict=True)] or [0.0] * 3
+    return Moving(new, stale, statistics.median(core[1:]), *plain)
+
+
+def copying(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> tuple[float, float]:
+    """Return how long a copy takes, and what its core works, in seconds."""
+    began, worked = time.perf_counter(), time.process_time()
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+    return time.perf_counter() - began, time.process_time() - worked
+
+
+def copying_anew(tensors: dict[str, torch.Tensor]) -> float:
+    """Return how long a copy into new memory takes, in seconds."""
+    return copying(list(tensors.values()), [torch.empty_like(each) for each in tensors.values()])[0]
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -127,6 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     found[f"{options.megabytes} MiB to a rank that is a step behind"] = moved.behind
     found[f"{options.megabytes} MiB copied by one rank"] = moved.copied
     found[f"{options.megabytes} MiB copied by one rank: work of its core"] = moved.copied_core
+    found[f"{options.megabytes} MiB copied by one rank into new memory"] = moved.copied_anew
     dist.destroy_process_group()
     return found
 

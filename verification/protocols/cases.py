@@ -131,7 +131,7 @@ PROTOCOL_REDUNDANT: list[Mutation] = [
              "shrink, a rank crashes"),
     # Whoever reads a proposal compares the word afterwards, so it would see that another was written over it.
     # With two places a rank that reads need not begin anew because of the next epoch.
-    Mutation(_ARENA, "(epoch & 1) * self._arena.layout.proposal_bytes", "0",
+    Mutation(_ARENA, "(epoch & 1) * self._proposal_bytes", "0",
              "shrink, two interrupts of one rank"),
     # Whoever ends a work says so before it looks for sleepers, and a sleeper looks once more when it is on
     # the list. The lock is for the list.

@@ -25,10 +25,12 @@ from torchestra.communicator.work import Work
 from torchestra.elastic import staging
 from torchestra.elastic.blocks import BLOCK_BYTES, Block, Receiving, TensorBlocks, blocks_of, bytes_of
 from torchestra.elastic.parts import flatten_tensors, paths_of, tensor_specs_of, unflatten_tensors
+from torchestra.engine.memory.mapping import prefer_huge_pages
 from torchestra.errors import DistError, InvalidArgumentError, named
 from torchestra.process_group import ProcessGroup
 
 _MAX_ROUNDS = 4
+_HUGE_FROM_BYTES = 4 << 20  # two huge pages, of which one may have its place at an end
 
 
 class Item(NamedTuple):
@@ -141,7 +143,7 @@ class _Moved:
         for path, index in paths_of(self.skeleton).items():
             spec = self.specs[index]
             if path not in mine:
-                targets.append(torch.empty(spec.shape, dtype=spec.dtype, device=spec.device))
+                targets.append(_new_tensor(spec.shape, spec.dtype, spec.device))
                 continue
             own = tensors[mine[path]]
             if (own.dtype, tuple(own.shape)) != (spec.dtype, spec.shape):
@@ -153,7 +155,7 @@ class _Moved:
             if self.item.whole or not own.is_contiguous():
                 # If blocks are compared, those that are alike stay.
                 copied = own.clone(memory_format=torch.contiguous_format) if self.compares else None
-                own = own.new_empty(own.shape) if copied is None else copied
+                own = _new_tensor(own.shape, own.dtype, own.device) if copied is None else copied
             targets.append(own)
         return targets, None
 
@@ -300,6 +302,14 @@ class _Exchange:
             f" {named(ranks)} of group {self.group.group_name!r}. Does something change the state while it is"
             " fetched, or is memory damaged?"
         )
+
+
+def _new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return memory to receive into; much of it in huge pages, as else page faults take most of the time."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if tensor.device.type == "cpu" and tensor.nbytes >= _HUGE_FROM_BYTES:
+        prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def _wait(works: list[Work | None]) -> None:

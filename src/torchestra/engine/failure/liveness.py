@@ -19,6 +19,7 @@ from torchestra.system.readable import is_readable
 # struct pidfd_info of <linux/pidfd.h>, in its first version: the request mask, cgroup, ids, the exit status.
 _PIDFD_INFO = struct.Struct("=QQ11Ii")
 _PIDFD_INFO_EXIT = 1 << 3
+_LIVING_S = 0.001
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
@@ -232,6 +233,27 @@ class PeerProcesses:
             self._taken.clear()
 
 
+class _LivingThreads:
+    """Hold the living threads of this process, as they were a moment ago.
+
+    Where many ranks are threads, all look who lives, and would take turns at listing all.
+    """
+
+    def __init__(self) -> None:
+        self._threads: frozenset[threading.Thread] = frozenset()
+        self._until = 0.0
+
+    def get(self, now: bool) -> frozenset[threading.Thread]:
+        """Return them; those started in the last moment may be missing."""
+        if now or time.monotonic() >= self._until:
+            self._threads = frozenset(threading.enumerate())  # many times quicker than to ask each thread
+            self._until = time.monotonic() + _LIVING_S
+        return self._threads
+
+
+_living = _LivingThreads()
+
+
 class PeerThreads:
     """Ranks that are threads of this process: the table is filled by the ranks as they join."""
 
@@ -240,11 +262,11 @@ class PeerThreads:
         self._own = own
 
     def dead(self, now: bool = False) -> tuple[int, ...]:
-        living = set(threading.enumerate())  # many times quicker than to ask each thread
+        living = _living.get(now)
         return tuple(
             rank
             for rank, thread in sorted(self._threads.items())
-            if rank != self._own and thread not in living
+            if rank != self._own and thread not in living and not thread.is_alive()
         )
 
     def thread(self, rank: int) -> threading.Thread | None:

@@ -17,7 +17,8 @@ A rank says that it comes, and then polls the ballot and takes every step that i
   other rank that finds one gone, once it has left the survivors some time to settle it.
 
 The others wait for a rank that lives and has neither come nor left nor been excluded: its program may be
-computing.
+computing. A rank that waits for a step of another one (of the lowest that has come, or of the proposer) looks
+at the ballot only, and at everything once in a while, in case that one has died.
 
 Invariants, which both kinds of registers keep.
 
@@ -59,7 +60,7 @@ from typing import NamedTuple, Protocol
 from torchestra.errors import CollectiveTimeoutError, DistError, RankExcludedError
 from torchestra.system.deadline import Deadline
 
-_GROWTH = 1.3
+_GROWTH = 1.15
 _REMEDY = "this rank has no part in what the others do; end it, or start it anew"
 
 
@@ -207,6 +208,7 @@ class MembershipAgreement:
         self._epoch = 0
         self._ready = False
         self._proposed: Deadline | None = None  # for how long this rank has seen the epoch's proposal
+        self._next_by: int | None = None  # the rank that takes the next step, unless somebody dies
 
     def run(self, exclude: Sequence[int]) -> Ballot:
         """Take part until an epoch is committed that names this rank, and return its ballot.
@@ -215,19 +217,25 @@ class MembershipAgreement:
             RankExcludedError: the others go on without this rank.
             CollectiveTimeoutError: a rank lives but has not come; it is named.
         """
-        pause = self._interval.first
+        first, longest = self._interval
+        pause, unstepped_s = first, 0.0
         try:
             self._registers.exclude(exclude)
             self._registers.announce(self._grows)
             seen = None
             while (ballot := self._registers.ballot()).state is not State.COMMITTED:
-                if self._step(ballot):
-                    pause = self._interval.first
-                    continue
+                # Where another rank takes the next step, this one looks at the ballot only, most of the time:
+                # if all looked at all, agreement would cost the square of their number.
+                if ballot.word != seen or self._next_by == self._rank or unstepped_s >= longest:
+                    unstepped_s = 0.0
+                    if self._step(ballot):
+                        pause = first
+                        continue
                 if ballot.word != seen:  # what follows a step of another is often soon possible
-                    seen, pause = ballot.word, self._interval.first
+                    seen, pause = ballot.word, first
                 self._epoch_entry.wait(pause)
-                pause = min(pause * _GROWTH, self._interval.longest)
+                unstepped_s += pause
+                pause = min(pause * _GROWTH, longest)
             self._refuse_if_excluded(ballot)
             return ballot
         except BaseException:
@@ -261,10 +269,12 @@ class MembershipAgreement:
             candidates -= out
             missing = set(range(registers.size)) - out - candidates
             survivors = sorted(candidates - registers.accused() or candidates)
+            self._next_by = survivors[0]
             if not missing and survivors[0] == self._rank:
                 return self._propose(ballot, survivors)
             late = missing or {survivors[0]}
         elif lost := out.intersection(ballot.survivors):
+            self._next_by = self._rank
             if self._may_void(ballot):
                 return registers.void(ballot, lost)
             late = set(ballot.survivors)
@@ -276,6 +286,9 @@ class MembershipAgreement:
                 registers.acknowledge(ballot)
                 self._ready = True
                 return True
+            self._next_by = (
+                self._rank if entered is False and self._rank in ballot.survivors else ballot.proposer
+            )
             late = registers.unacknowledged(ballot)
             if not late:
                 return registers.commit(ballot)

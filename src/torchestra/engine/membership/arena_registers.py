@@ -33,8 +33,12 @@ class ArenaRegisters(Registers):
     def __init__(self, arena: Arena, rank: int) -> None:
         self.size = arena.layout.size
         self.rank = rank
+        layout = arena.layout
         self._arena = arena
-        self._decision = arena.address + arena.layout.agreement
+        self._decision = arena.address + layout.agreement
+        self._blocks, self._stride = layout.agreement + at.LINE, layout.agreement_bytes
+        self._proposal_bytes = layout.proposal_bytes
+        self._read: Ballot | None = None
 
     def ballot(self) -> Ballot:
         while True:
@@ -44,10 +48,13 @@ class ArenaRegisters(Registers):
             epoch = (word >> (_STATE_BITS + _PROPOSER_BITS)) + 1
             if state is State.OPEN:
                 return Ballot(word, epoch, state, proposer)
+            if (read := self._read) is not None and read.word == word:
+                return read  # the proposal of an epoch does not change
             survivors, key = self._proposal(proposer, epoch)
             # An exchange, because the reads of the proposal must have happened before.
             if shared_words.compare_exchange(self._decision, word, word) == word:
-                return Ballot(word, epoch, state, proposer, survivors, key)
+                self._read = Ballot(word, epoch, state, proposer, survivors, key)
+                return self._read
 
     def exclusion(self, group: str) -> RankExcludedError | None:
         """Return the error to raise if the others go on, or will, without this rank."""
@@ -86,7 +93,7 @@ class ArenaRegisters(Registers):
         assert ballot.state is State.OPEN
         assert len(key) == at.PROPOSAL_KEY_BYTES
         start = self._proposal_at(self.rank, ballot.epoch)
-        bits = np.zeros((self._arena.layout.proposal_bytes - at.PROPOSAL_RANKS) * 8, dtype=np.uint8)
+        bits = np.zeros((self._proposal_bytes - at.PROPOSAL_RANKS) * 8, dtype=np.uint8)
         bits[list(survivors)] = 1
         text = key + np.packbits(bits).tobytes()
         self._arena.bytes[start : start + len(text)] = np.frombuffer(text, dtype=np.uint8)
@@ -107,8 +114,7 @@ class ArenaRegisters(Registers):
         return previous == ballot.word
 
     def _block(self, rank: int) -> int:
-        layout = self._arena.layout
-        return layout.agreement + at.LINE + rank * layout.agreement_bytes
+        return self._blocks + rank * self._stride
 
     def _word(self, rank: int, offset: int) -> int:
         return self._arena.address + self._block(rank) + offset
@@ -116,15 +122,14 @@ class ArenaRegisters(Registers):
     def _words(self, offset: int) -> NDArray[np.int64]:
         """Return a word of every rank."""
         words = np.empty(self.size, dtype=np.int64)
-        stride = self._arena.layout.agreement_bytes
-        shared_words.load_each(self._word(0, offset), stride, self.size, words.ctypes.data)
+        shared_words.load_each(self._word(0, offset), self._stride, self.size, words.ctypes.data)
         return words
 
     def _proposal_at(self, rank: int, epoch: int) -> int:
-        return self._block(rank) + at.PROPOSALS + (epoch & 1) * self._arena.layout.proposal_bytes
+        return self._block(rank) + at.PROPOSALS + (epoch & 1) * self._proposal_bytes
 
     def _proposal(self, proposer: int, epoch: int) -> tuple[tuple[int, ...], bytes]:
         start = self._proposal_at(proposer, epoch)
-        raw = self._arena.bytes[start : start + self._arena.layout.proposal_bytes].copy()
+        raw = self._arena.bytes[start : start + self._proposal_bytes].copy()
         bits = np.unpackbits(raw[at.PROPOSAL_RANKS :])[: self.size]
         return tuple(np.flatnonzero(bits).tolist()), raw[: at.PROPOSAL_KEY_BYTES].tobytes()

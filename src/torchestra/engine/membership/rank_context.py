@@ -431,8 +431,7 @@ class RankContext:
         self.arena.store_word(self._control + at.STARTED, process_start(pid))
         self.arena.store_word(self._control + at.PID_NAMESPACE, pid_namespace())
         publish_token(self.arena, self.rank, self._words)
-        for rank, group_rank in enumerate(self.group_ranks):
-            self.arena.store_word(self.arena.control(rank) + at.GROUP_RANK, group_rank)
+        self.arena.store_word_of_each(at.GROUP_RANK, self.group_ranks)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)
 
     def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:

@@ -30,6 +30,7 @@ import os
 import resource
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 
 import numpy as np
@@ -294,6 +295,11 @@ class Arena:
 
     def store_word(self, offset: int, value: int) -> None:
         self._words[offset // 8] = value
+
+    def store_word_of_each(self, offset: int, values: Sequence[int]) -> None:
+        """Write a word into every rank's control block, at a byte offset within it."""
+        start, strides = self.control(0) + offset, (at.CONTROL_BYTES,)
+        np.ndarray((self.layout.size,), np.int64, self.bytes, start, strides)[:] = values
 
     def words(self, offset: int, count: int) -> npt.NDArray[np.int64]:
         """Return words, to be written; the mapping stays as long as the array does."""

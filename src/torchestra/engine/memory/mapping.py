@@ -208,6 +208,17 @@ def leave_out_of_core_dumps(address: int, length: int) -> None:
     _check(_libc.madvise(address, length, _MADV_DONTDUMP))
 
 
+def prefer_huge_pages(address: int, length: int) -> None:
+    """Ask for huge pages in a range that is not used yet; a system without any goes on without.
+
+    New memory costs a page fault for each page, and one of 4 KiB takes longer than the copy of as much.
+    """
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + length) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        _libc.madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+
 def _check(result: int) -> None:
     if result != 0:
         code = ctypes.get_errno()
