@@ -140,11 +140,13 @@ def test_a_failed_rank_is_named(how, message, exit_code, cause) -> None:
 
 def test_a_time_out_names_the_ranks_and_where_they_are() -> None:
     launch(rank, 1)  # so that the fork server runs: the time-out counts from the call
-    with pytest.raises(LaunchTimeoutError) as caught:
-        launch(wait_unless_first, 3, timeout=3)
-    assert caught.value.ranks == (1, 2)
+    for timeout in (3, 30):  # on a busy machine rank 0 may need longer, too
+        with pytest.raises(LaunchTimeoutError) as caught:
+            launch(wait_unless_first, 3, timeout=timeout)
+        if caught.value.ranks == (1, 2):
+            break
     assert str(caught.value) == (
-        "launch: ranks 1, 2 of 3 had not finished after 3 s and were ended;"
+        f"launch: ranks 1, 2 of 3 had not finished after {timeout} s and were ended;"
         " raise timeout= if that is not a hang"
     )
     assert "[ranks 1, 2]" in caught.value.tracebacks
