@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -151,6 +152,33 @@ def test_node_exporter_finds_a_whole_file(job: ProcessWorld, tmp_path: Path) -> 
             writer.send_signal(2)
         assert writer.wait(SOON) == 0
     assert os.listdir(tmp_path) == ["torchestra.prom"]
+
+
+def test_an_interrupt_amid_a_finalizer_ends_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There what it raises is lost, and finalizers run whenever a job has been looked at."""
+
+    class Looked:
+        """Interrupts this process while it is finalized."""
+
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            for _ in range(100):  # the handler has run by then
+                pass
+
+    texts: list[str] = []
+
+    def text(_: object) -> str:
+        assert len(texts) < 3, "the interrupt was lost"
+        texts.append("# some")
+        Looked()
+        return texts[-1]
+
+    monkeypatch.setattr(metrics, "_text", text)
+    path = tmp_path / "torchestra.prom"
+    assert main(["metrics", "--textfile", str(path), "--interval", "0.001"]) == 0
+    assert (path.read_text(), len(texts)) == ("# some", 1)
 
 
 def test_opentelemetry_observes_the_same(job: ProcessWorld) -> None:

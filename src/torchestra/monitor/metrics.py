@@ -7,6 +7,7 @@ and takes no part in it: nothing has to be switched on, and a hung or aborted jo
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import threading
 import time
@@ -293,10 +294,19 @@ def _text(registry: CollectorRegistry) -> str:
 
 
 def _write_for_ever(registry: CollectorRegistry, path: Path, interval_s: float) -> None:
-    while True:
-        with replacing(path) as file:
-            file.write(_text(registry))
-        threading.Event().wait(interval_s)
+    """Write the file again and again until Ctrl-C, which lets the last one become whole.
+
+    It raises nothing, as what an interrupt raises in a finalizer is lost, and to look at a job runs many.
+    """
+    ended = threading.Event()
+    former = signal.signal(signal.SIGINT, lambda _number, _frame: ended.set())
+    try:
+        while not ended.is_set():
+            with replacing(path) as file:
+                file.write(_text(registry))
+            ended.wait(interval_s)
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def _serve(registry: CollectorRegistry, address: str, port: int) -> None:

@@ -113,7 +113,8 @@ def _address_in(library: ctypes.CDLL, name: str) -> int:
 
 def _address_of(work: Any, type_info: int) -> int | None:
     """Return the address of the C++ object; None if pybind11 does not know it by this type."""
-    capsule = work._pybind11_conduit_v1_(_ABI, _NEW_CAPSULE(type_info, _TYPE_INFO, None), _RAW)
+    conduit = getattr(work, "_pybind11_conduit_v1_", None)
+    capsule = conduit and conduit(_ABI, _NEW_CAPSULE(type_info, _TYPE_INFO, None), _RAW)
     return None if capsule is None else _GET_POINTER(capsule, _GET_NAME(capsule))
 
 
