@@ -19,6 +19,6 @@ def test_a_training_step_on_a_thousand_hosts_is_that_of_one_which_stands_for_all
         schedule = schedule_of(STEP, on)
         assert schedule.recorded_hosts == [0]
         seconds[hosts] = run(schedule, on).seconds
-        events[hosts] = sum(len(lane.events) for lane in schedule.lanes)
+        events[hosts] = sum(len(stream.events) for stream in schedule.streams)
     assert 0.13 < seconds[100] < seconds[1000] < 0.26
     assert events[1000] < 1.5 * events[100]

@@ -19,7 +19,7 @@ from torchestra.performance.schedule import (
     WriteMiss,
 )
 
-__all__ = ["Costs", "LaneCosts"]
+__all__ = ["Costs", "StreamCosts"]
 
 
 class Costs:
@@ -80,11 +80,11 @@ class Costs:
         return by_itself / self._machine.host.work_slowdown(event.operation_bytes, self._at_once)
 
 
-class LaneCosts:
-    """The costs of one lane's events, which are taken in their order.
+class StreamCosts:
+    """The costs of one stream's events, which are taken in their order.
 
     Attributes:
-        factor: how many times as long everything takes in the operation that the lane is in.
+        factor: how many times as long everything takes in the operation that the stream is in.
     """
 
     def __init__(self, costs: Costs, rank: int) -> None:

@@ -4,8 +4,8 @@ The grammar is that of LogGOPSim's txt2bin (Hoefler, Schneider, Lumsdaine 2010):
 ``calc NANOSECONDS``, ``send BYTESb to RANK tag T`` and ``recv BYTESb from RANK tag T``, each with a label and
 the ``cpu`` that it keeps, and ``LABEL requires LABEL``.
 
-Ranks here are ranks there. A lane is a cpu. GOAL knows no shared memory: a flag that one rank of a host sets
-and another awaits becomes a message of a byte, which costs what messages cost in that simulator.
+Ranks here are ranks there. A stream is a cpu. GOAL knows no shared memory: a flag that one rank of a host
+sets and another awaits becomes a message of a byte, which costs what messages cost in that simulator.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import IO
 
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import InvalidArgumentError
-from torchestra.performance.costs import Costs, LaneCosts
+from torchestra.performance.costs import Costs, StreamCosts
 from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import (
     AwaitFlag,
     AwaitSignal,
     Begin,
     Event,
-    Lane,
     Receive,
     Schedule,
     Send,
     SetFlag,
     Signal,
+    Stream,
 )
 
 __all__ = ["write_goal"]
@@ -62,23 +62,23 @@ class _Writer:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self._per_host = machine.ranks_per_host
         self._costs = Costs(machine)
-        self._lanes: defaultdict[int, list[Lane]] = defaultdict(list)
+        self._streams: defaultdict[int, list[Stream]] = defaultdict(list)
         self._flags: defaultdict[int, list[int]] = defaultdict(list)
-        for lane in schedule.lanes:
-            rank = lane.host * self._per_host + lane.local_rank
-            self._lanes[rank].append(lane)
-            self._flags[rank] += [event.value for event in lane.events if isinstance(event, SetFlag)]
+        for stream in schedule.streams:
+            rank = stream.host * self._per_host + stream.local_rank
+            self._streams[rank].append(stream)
+            self._flags[rank] += [event.value for event in stream.events if isinstance(event, SetFlag)]
         self._tags: dict[_Flag, int] = {}
         self._awaited: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for rank, lanes in self._lanes.items():
-            for lane in lanes:
-                for event in lane.events:
+        for rank, streams in self._streams.items():
+            for stream in streams:
+                for event in stream.events:
                     if isinstance(event, AwaitFlag):
-                        self._note(rank, lane, event)
+                        self._note(rank, stream, event)
 
-    def _note(self, rank: int, lane: Lane, event: AwaitFlag) -> None:
+    def _note(self, rank: int, stream: Stream, event: AwaitFlag) -> None:
         """Give a tag to the message that stands for a flag, once for each rank that awaits it."""
-        setter = lane.host * self._per_host + event.local_rank
+        setter = stream.host * self._per_host + event.local_rank
         index = bisect_left(self._flags[setter], event.value)
         if (setter, rank, index) not in self._tags:
             self._tags[setter, rank, index] = 2 * len(self._tags) + 1
@@ -90,9 +90,9 @@ class _Writer:
         labels = 0
         signals: dict[int, str] = {}
         needs: list[tuple[str, int]] = []
-        for cpu, lane in enumerate(self._lanes[rank]):
+        for cpu, stream in enumerate(self._streams[rank]):
             before = ""
-            for event, text in self._lines(rank, lane):
+            for event, text in self._lines(rank, stream):
                 labels += 1
                 label = f"l{labels}"
                 file.write(f"{label}: {text} cpu {cpu}\n")
@@ -107,24 +107,24 @@ class _Writer:
             file.write(f"{label} requires {signals[number]}\n")
         file.write("}\n")
 
-    def _lines(self, rank: int, lane: Lane) -> Iterator[tuple[Event, str]]:
-        """Yield the events of a lane with their lines, but for label and cpu."""
-        flags, costs = 0, LaneCosts(self._costs, rank)
+    def _lines(self, rank: int, stream: Stream) -> Iterator[tuple[Event, str]]:
+        """Yield the events of a stream with their lines, but for label and cpu."""
+        flags, costs = 0, StreamCosts(self._costs, rank)
         received: set[_Flag] = set()
-        for event in lane.events:
+        for event in stream.events:
             if isinstance(event, SetFlag):
                 for other in self._awaited[rank, flags]:
                     yield event, f"send 1b to {other} tag {self._tags[rank, other, flags]}"
                 flags += 1
             elif isinstance(event, AwaitFlag):
-                setter = lane.host * self._per_host + event.local_rank
+                setter = stream.host * self._per_host + event.local_rank
                 flag = setter, rank, bisect_left(self._flags[setter], event.value)
                 if flag not in received:
                     received.add(flag)
                     yield event, f"recv 1b from {setter} tag {self._tags[flag]}"
             elif isinstance(event, Send | Receive):
                 way, preposition = ("send", "to") if isinstance(event, Send) else ("recv", "from")
-                for other in self._ranks(event.hosts, lane):
+                for other in self._ranks(event.hosts, stream):
                     yield event, f"{way} {event.nbytes}b {preposition} {other} tag {2 * event.tag}"
             elif isinstance(event, Signal | AwaitSignal):
                 yield event, "calc 0"
@@ -133,5 +133,5 @@ class _Writer:
             else:
                 yield event, f"calc {round(costs.seconds_of(event) * 1e9)}"
 
-    def _ranks(self, hosts: Sequence[int], lane: Lane) -> list[int]:
-        return [host * self._per_host + lane.local_rank for host in hosts]
+    def _ranks(self, hosts: Sequence[int], stream: Stream) -> list[int]:
+        return [host * self._per_host + stream.local_rank for host in hosts]

@@ -16,13 +16,13 @@ from functools import partial
 from torchestra.performance.calibration import LinkClass
 from torchestra.performance.cores import Action, Cores, EventQueue
 from torchestra.performance.machine import Machine
-from torchestra.performance.schedule import Lane, Receive, Schedule, Send
+from torchestra.performance.schedule import Receive, Schedule, Send, Stream
 
 __all__ = ["Network"]
 
 _End = tuple[int, int]
 _Message = tuple[int, int, int]
-"""The host, rail and tag of messages that come in."""
+"""The host, local rank and tag of messages that come in."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Inbox:
     waiting: Callable[[float], None] | None = None
 
     def from_others(self, number: int, of: int) -> int:
-        """Return how many come from hosts without lanes when the one that stands for them sends one.
+        """Return how many come from hosts without streams when the one that stands for them sends one.
 
         Every host begins with the next one. So the messages that a host gets have different numbers with
         their senders, and others do not send those that recorded hosts send.
@@ -85,50 +85,50 @@ class Network:
         self._busy_until: defaultdict[_End, float] = defaultdict(float)
         self._inboxes: defaultdict[_Message, _Inbox] = defaultdict(_Inbox)
         self._classes: dict[tuple[int, float], LinkClass] = {}
-        # By rail and tag, what the host that stands for others sends: in all, and by now.
+        # By local rank and tag, what the host that stands for others sends: in all, and by now.
         self._sends: Counter[tuple[int, int]] = Counter()
         self._sent: Counter[tuple[int, int]] = Counter()
         self.messages = self.nbytes = 0
-        for lane in schedule.lanes:
-            for event in lane.events:
+        for stream in schedule.streams:
+            for event in stream.events:
                 if isinstance(event, Receive):
-                    inbox = self._inboxes[lane.host, lane.local_rank, event.tag]
+                    inbox = self._inboxes[stream.host, stream.local_rank, event.tag]
                     others = sum(host not in self._recorded for host in event.hosts)
                     inbox.expected += len(event.hosts)
                     inbox.left += len(event.hosts)
                     inbox.unrecorded += others
-        for lane in schedule.lanes:
-            self._number_messages(lane)
+        for stream in schedule.streams:
+            self._number_messages(stream)
 
-    def _number_messages(self, lane: Lane) -> None:
+    def _number_messages(self, stream: Stream) -> None:
         """Note which of the messages that a rank sends with a tag go to which recorded host."""
         numbers: Counter[int] = Counter()
-        for event in lane.events:
+        for event in stream.events:
             if isinstance(event, Send):
                 for number, other in enumerate(event.hosts, numbers[event.tag]):
                     if other in self._recorded:
-                        self._inboxes[other, lane.local_rank, event.tag].numbers.add(number)
+                        self._inboxes[other, stream.local_rank, event.tag].numbers.add(number)
                 numbers[event.tag] += len(event.hosts)
-        if lane.host == self._stand_in:
+        if stream.host == self._stand_in:
             for tag, number in numbers.items():
-                self._sends[lane.local_rank, tag] += number
+                self._sends[stream.local_rank, tag] += number
 
-    def send(self, now: float, host: int, rail: int, event: Send, factor: float = 1.0) -> None:
+    def send(self, now: float, host: int, local_rank: int, event: Send, factor: float = 1.0) -> None:
         """Begin to send, at ``now``; all that is done for it takes ``factor`` times as long."""
         number, nbytes, link = len(event.hosts), event.nbytes, self._class(event.nbytes, factor)
         self.messages += number
         self.nbytes += number * nbytes
         cost = link.send_overhead_s + nbytes * link.send_overhead_per_byte_s
         gap = self._gap(host, nbytes, link)
-        start = max(now, self._busy_until[host, rail])
-        self._work(start, host, rail, cost * number, factor)
+        start = max(now, self._busy_until[host, local_rank])
+        self._work(start, host, local_rank, cost * number, factor)
 
         def leave(index: int, now: float) -> None:
             """Give a message to the link, which other ranks use as well, and go on to the next."""
             begin = max(now, self._sent_until[host])
             self._sent_until[host] = begin + gap
             left = max(start + cost * (index + 1), begin + gap)
-            self._pass_on(host, rail, event, index, left - gap + link.latency_s, factor)
+            self._pass_on(host, local_rank, event, index, left - gap + link.latency_s, factor)
             if index + 1 < number:
                 self._events.at(start + cost * (index + 1) + link.send_overhead_s, partial(leave, index + 1))
 
@@ -136,17 +136,17 @@ class Network:
             self._events.at(start + link.send_overhead_s, partial(leave, 0))
 
     def receive(
-        self, now: float, host: int, rail: int, event: Receive, done: Action, factor: float = 1.0
+        self, now: float, host: int, local_rank: int, event: Receive, done: Action, factor: float = 1.0
     ) -> None:
         """Call ``done`` with the time at which all messages of a tag have come, or with ``now``."""
-        inbox = self._inboxes[host, rail, event.tag]
-        if inbox.unrecorded and not self._sends[rail, event.tag]:
+        inbox = self._inboxes[host, local_rank, event.tag]
+        if inbox.unrecorded and not self._sends[local_rank, event.tag]:
             # The host that stands for others has nothing to send here: its piece is empty. Others have.
             link, number = self._class(event.nbytes, factor), inbox.unrecorded
             inbox.unrecorded = 0
             for _ in range(number):
                 at_s = now + link.send_overhead_s + link.latency_s
-                self._arrive(host, rail, event.tag, event.nbytes, at_s, factor)
+                self._arrive(host, local_rank, event.tag, event.nbytes, at_s, factor)
         if inbox.left:
             inbox.waiting = done
         else:
@@ -163,29 +163,31 @@ class Network:
     def _gap(self, host: int, nbytes: int, link: LinkClass) -> float:
         return link.gap_s + nbytes * link.gap_per_byte_s / self._machine.slow_links.get(host, 1.0)
 
-    def _pass_on(self, host: int, rail: int, event: Send, index: int, begin: float, factor: float) -> None:
+    def _pass_on(
+        self, host: int, local_rank: int, event: Send, index: int, begin: float, factor: float
+    ) -> None:
         """Let one of the messages of ``event`` come, whose first byte is there at ``begin``.
 
         If it is from the host that stands for others, one comes from each of those as well.
         """
         other = event.hosts[index]
         if other in self._recorded:
-            self._arrive(other, rail, event.tag, event.nbytes, begin, factor)
+            self._arrive(other, local_rank, event.tag, event.nbytes, begin, factor)
         if host == self._stand_in:
-            key = rail, event.tag
+            key = local_rank, event.tag
             number = self._sent[key]
             self._sent[key] = number + 1
             for receiver in self._recorded:
                 for _ in range(
-                    self._inboxes[receiver, rail, event.tag].from_others(number, self._sends[key])
+                    self._inboxes[receiver, local_rank, event.tag].from_others(number, self._sends[key])
                 ):
-                    self._arrive(receiver, rail, event.tag, event.nbytes, begin, factor)
+                    self._arrive(receiver, local_rank, event.tag, event.nbytes, begin, factor)
 
-    def _arrive(self, host: int, rail: int, tag: int, nbytes: int, begin: float, factor: float) -> None:
+    def _arrive(self, host: int, local_rank: int, tag: int, nbytes: int, begin: float, factor: float) -> None:
         """Have a message come in, whose first byte is there at ``begin``."""
-        self._events.at(begin, lambda now: self._take(host, rail, tag, nbytes, now, factor))
+        self._events.at(begin, lambda now: self._take(host, local_rank, tag, nbytes, now, factor))
 
-    def _take(self, host: int, rail: int, tag: int, nbytes: int, now: float, factor: float) -> None:
+    def _take(self, host: int, local_rank: int, tag: int, nbytes: int, now: float, factor: float) -> None:
         link = self._class(nbytes, factor)
         self._received_until[host] = last = max(now, self._received_until[host]) + self._gap(
             host, nbytes, link
@@ -194,35 +196,35 @@ class Network:
 
         def done(end: float) -> None:
             self._events.at(
-                max(end, last + link.receive_overhead_s), lambda now: self._put(host, rail, tag, now)
+                max(end, last + link.receive_overhead_s), lambda now: self._put(host, local_rank, tag, now)
             )
 
-        self._work(max(now, self._busy_until[host, rail]), host, rail, cost, factor, done)
+        self._work(max(now, self._busy_until[host, local_rank]), host, local_rank, cost, factor, done)
 
     def _work(
         self,
         start: float,
         host: int,
-        rail: int,
+        local_rank: int,
         seconds: float,
         factor: float,
         done: Callable[[float], None] = lambda end: None,
     ) -> None:
         """Keep the transport thread of a rank, and a core."""
-        self._busy_until[host, rail] = start + seconds
+        self._busy_until[host, local_rank] = start + seconds
         cores = self._cores[host]
         if cores is None:
             done(start + seconds)
             return
 
         def finish(end: float) -> None:
-            self._busy_until[host, rail] = max(self._busy_until[host, rail], end)
+            self._busy_until[host, local_rank] = max(self._busy_until[host, local_rank], end)
             done(end)
 
-        cores.run(start, seconds, finish, who=(host, rail), factor=factor)
+        cores.run(start, seconds, finish, who=(host, local_rank), factor=factor)
 
-    def _put(self, host: int, rail: int, tag: int, now: float) -> None:
-        inbox = self._inboxes[host, rail, tag]
+    def _put(self, host: int, local_rank: int, tag: int, now: float) -> None:
+        inbox = self._inboxes[host, local_rank, tag]
         inbox.left -= 1
         inbox.last_s = max(inbox.last_s, now)
         if inbox.left == 0 and inbox.waiting is not None:

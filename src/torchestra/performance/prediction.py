@@ -16,9 +16,9 @@ from torchestra.performance.schedule import (
     Begin,
     Compute,
     Event,
-    Lane,
     Schedule,
     Signal,
+    Stream,
     shifted,
 )
 from torchestra.performance.simulation import Run, run
@@ -71,8 +71,8 @@ def predict(workload: Workload, machine: Machine, choices: Choices | None = None
     schedule = schedule_of(workload, machine, choices)
     outcome = run(schedule, machine)
     hosts = len(schedule.recorded_hosts)
-    programs = [lane for lane in outcome.lanes if lane.name == "program"]
-    waiting_s = sum(sum(lane.waited_s.values()) for lane in programs) / len(programs)
+    programs = [stream for stream in outcome.streams if stream.name == "program"]
+    waiting_s = sum(sum(stream.waited_s.values()) for stream in programs) / len(programs)
     return Prediction(outcome.seconds, waiting_s, outcome.messages / hosts, outcome.nbytes / hosts, outcome)
 
 
@@ -181,7 +181,7 @@ def schedule_of(workload: Workload, machine: Machine, choices: Choices | None = 
             else:
                 writer.pause(each)
     return Schedule(
-        machine.hosts, machine.ranks_per_host, list(writer.lanes.values()), recorder.stands_for_others
+        machine.hosts, machine.ranks_per_host, list(writer.streams.values()), recorder.stands_for_others
     )
 
 
@@ -193,23 +193,23 @@ class _Writer:
         self.ends = [
             (host, local_rank) for host in recorder.recorded for local_rank in range(recorder.ranks_per_host)
         ]
-        self.lanes: dict[tuple[int, int, str], Lane] = {}
+        self.streams: dict[tuple[int, int, str], Stream] = {}
         self._flags: defaultdict[int, int] = defaultdict(int)
         self._tags: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def add(self, name: str, events: Callable[[int], Sequence[Event]]) -> None:
-        """Add events to a lane of every recorded rank, by rank."""
+        """Add events to a stream of every recorded rank, by rank."""
         for host, local_rank in self.ends:
             rank = host * self._recorder.ranks_per_host + local_rank
-            self._lane(host, local_rank, name).events.extend(events(rank))
+            self._stream(host, local_rank, name).events.extend(events(rank))
 
     def operation(self, operation: Operation, name: str) -> None:
         recording = self._recorder.record(operation)
         for (host, local_rank), events in recording.events.items():
             moved: Iterable[Event] = shifted(events, self._flags[host], self._tags[host, local_rank])
-            lane = self._lane(host, local_rank, name)
-            lane.events.append(Begin(operation.name, operation.nbytes))
-            lane.events.extend(moved)
+            stream = self._stream(host, local_rank, name)
+            stream.events.append(Begin(operation.name, operation.nbytes))
+            stream.events.extend(moved)
         for host, flags in recording.flags.items():
             self._flags[host] += flags
         for end, tags in recording.tags.items():
@@ -218,15 +218,15 @@ class _Writer:
     def pause(self, pause: Pause) -> None:
         self.add("program", lambda rank: [Compute(pause.seconds[rank % len(pause.seconds)])])
 
-    def _lane(self, host: int, local_rank: int, name: str) -> Lane:
+    def _stream(self, host: int, local_rank: int, name: str) -> Stream:
         key = host, local_rank, name
-        if key not in self.lanes:
-            self.lanes[key] = Lane(host, local_rank, name)
-        return self.lanes[key]
+        if key not in self.streams:
+            self.streams[key] = Stream(host, local_rank, name)
+        return self.streams[key]
 
 
 def _write_step(writer: _Writer, step: Step, buckets: Sequence[Operation], number: int) -> None:
-    """Write a training step: backward on the program's lane, reductions beside it or after it."""
+    """Write a training step: backward on the program's stream, reductions concurrently or after it."""
     signals = 2 * len(buckets) * number
     program: list[Event] = [Compute(step.forward_s)]
     before = 0.0
@@ -236,13 +236,13 @@ def _write_step(writer: _Writer, step: Step, buckets: Sequence[Operation], numbe
         before = max(before, min(ready_s, step.backward_s))
     program.append(Compute(max(0.0, step.backward_s - before)))
     writer.add("program", lambda rank: program)
-    lane = "communication" if step.overlaps else "program"
+    stream = "communication" if step.overlaps else "program"
     for index, bucket in enumerate(buckets):
         if step.overlaps:
-            writer.add(lane, lambda rank, index=index: [AwaitSignal(signals + 2 * index)])  # type: ignore[misc]
-        writer.operation(bucket, lane)
+            writer.add(stream, lambda rank, index=index: [AwaitSignal(signals + 2 * index)])  # type: ignore[misc]
+        writer.operation(bucket, stream)
         if step.overlaps:
-            writer.add(lane, lambda rank, index=index: [Signal(signals + 2 * index + 1)])  # type: ignore[misc]
+            writer.add(stream, lambda rank, index=index: [Signal(signals + 2 * index + 1)])  # type: ignore[misc]
     if step.overlaps:
         ends: list[Event] = [AwaitSignal(signals + 2 * index + 1) for index in range(len(buckets))]
         writer.add("program", lambda rank: ends)

@@ -28,8 +28,8 @@ class Mailboxes:
 
     Attributes:
         recorded: the hosts.
-        sent: by sender, receiver, rail and tag: the bytes, as an address and a length, of which the address
-            is 0 where they are not moved; and the tensor that keeps them.
+        sent: by sender, receiver, local rank and tag: the bytes, as an address and a length, of which the
+            address is 0 where they are not moved; and the tensor that keeps them.
     """
 
     recorded: frozenset[int]
@@ -40,14 +40,14 @@ class RecordingBridge(Bridge):
     """See Bridge. Messages between recorded hosts arrive; the others mirror what this end sends them.
 
     Args:
-        rail: the local rank of all ends.
+        local_rank: the local rank of all ends.
     """
 
     kind = "recording"
 
-    def __init__(self, host: int, size: int, rail: int, mailboxes: Mailboxes) -> None:
+    def __init__(self, host: int, size: int, local_rank: int, mailboxes: Mailboxes) -> None:
         super().__init__(host, size)
-        self.rail = rail
+        self.local_rank = local_rank
         self.tags = 0
         self._mailboxes = mailboxes
 
@@ -66,7 +66,7 @@ class RecordingBridge(Bridge):
             if end in boxes.recorded:
                 kept = tensor.clone() if tensor.numel() <= _MOVED_BYTES else None
                 address = 0 if kept is None else kept.data_ptr()
-                boxes.sent[self.host, end, self.rail, tag] = address, tensor.numel(), kept
+                boxes.sent[self.host, end, self.local_rank, tag] = address, tensor.numel(), kept
             else:
                 mirrored[end] = tensor
         return _Pending(self, boxes, tag, receives, mirrored)
@@ -103,7 +103,7 @@ class _Pending:
     def _take(self, end: int, buffer: torch.Tensor) -> int:
         """Fill the buffer of a message; return the message's length."""
         if end in self._boxes.recorded:
-            key = end, self._bridge.host, self._bridge.rail, self._tag
+            key = end, self._bridge.host, self._bridge.local_rank, self._tag
             wait_for(lambda: key in self._boxes.sent)
             address, length, _ = self._boxes.sent.pop(key)
         else:

@@ -1,12 +1,12 @@
 """Schedules: what the ranks of a job do, event by event, as the simulation and the exporters take it.
 
-A rank has *lanes*: threads of its own whose events happen one after the other, ``"program"`` and perhaps
-``"communication"``. The lanes of one rank are ordered by signals, the ranks of a host by flags
+A rank has *streams*: threads of its own whose events happen one after the other, ``"program"`` and perhaps
+``"communication"``. The streams of one rank are ordered by signals, the ranks of a host by flags
 (kernels/waiting.py), and ranks on different hosts by messages. Recorders write schedules
 (:mod:`torchestra.performance.recording`).
 
-Not every host of a large job needs lanes of its own. Where hosts do the same, one *stands for* all others
-that have no lanes: these send what it sends, at the same times.
+Not every host of a large job needs streams of its own. Where hosts do the same, one *stands for* all others
+that have no streams: these send what it sends, at the same times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ __all__ = [
     "Copy",
     "Event",
     "Fetch",
-    "Lane",
     "LocalCopy",
     "Overhead",
     "PeerRead",
@@ -32,6 +31,7 @@ __all__ = [
     "Send",
     "SetFlag",
     "Signal",
+    "Stream",
     "WriteMiss",
     "shifted",
 ]
@@ -144,14 +144,14 @@ class AwaitFlag:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Let another lane of the same rank go on that waits for signal ``number``."""
+    """Let another stream of the same rank go on that waits for signal ``number``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitSignal:
-    """Wait for signal ``number`` of another lane of the same rank."""
+    """Wait for signal ``number`` of another stream of the same rank."""
 
     number: int
 
@@ -194,7 +194,7 @@ Event = (
 
 
 @dataclass
-class Lane:
+class Stream:
     """One thread of a rank.
 
     Attributes:
@@ -215,19 +215,20 @@ class Schedule:
 
     Attributes:
         hosts, ranks_per_host: of the job.
-        lanes: those of the hosts that have been recorded.
-        stands_for_others: the host whose lanes are those of all hosts that have none; None if every host has.
+        streams: those of the hosts that have been recorded.
+        stands_for_others: the host whose streams are those of all hosts that have none; None if every host
+            has some.
     """
 
     hosts: int
     ranks_per_host: int
-    lanes: list[Lane]
+    streams: list[Stream]
     stands_for_others: int | None = None
 
     @property
     def recorded_hosts(self) -> list[int]:
-        """Return the hosts that have lanes, in ascending order."""
-        return sorted({lane.host for lane in self.lanes})
+        """Return the hosts that have streams, in ascending order."""
+        return sorted({stream.host for stream in self.streams})
 
 
 def shifted(events: Iterable[Event], flags: int, tags: int) -> list[Event]:

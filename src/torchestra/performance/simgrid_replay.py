@@ -4,8 +4,8 @@ SimGrid (Casanova and others 2014) shares links among messages by a fluid model,
 sends one message after the other; so agreement of the two says something. Its Python module is needed, as in
 Debian's package python3-simgrid: see https://simgrid.org.
 
-Each lane becomes an actor, each host one with a link in either direction. Cores are not shared there, and
-overheads of messages are time of the lane that sends or receives.
+Each stream becomes an actor, each host one with a link in either direction. Cores are not shared there, and
+overheads of messages are time of the stream that sends or receives.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from torchestra.errors import DistError, InvalidArgumentError
-from torchestra.performance.costs import Costs, LaneCosts
+from torchestra.performance.costs import Costs, StreamCosts
 from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import (
     AwaitFlag,
     AwaitSignal,
     Begin,
-    Lane,
     Receive,
     Schedule,
     Send,
     SetFlag,
     Signal,
+    Stream,
 )
 
 __all__ = ["replay"]
@@ -70,16 +70,16 @@ def _replay(schedule: Schedule, machine: Machine) -> float:
     hosts = _platform(simgrid, machine)
     replayed = _Replay(simgrid, schedule, machine)
     ends: list[float] = []
-    for number, lane in enumerate(schedule.lanes):
+    for number, stream in enumerate(schedule.streams):
 
-        def act(lane: Lane = lane) -> None:
-            replayed.act(lane)
+        def act(stream: Stream = stream) -> None:
+            replayed.act(stream)
             ends.append(engine.clock)
 
-        simgrid.Actor.create(f"lane{number}", hosts[lane.host], act)
+        simgrid.Actor.create(f"stream{number}", hosts[stream.host], act)
     engine.run()
-    if len(ends) != len(schedule.lanes):
-        raise DistError(f"{len(schedule.lanes) - len(ends)} lanes wait for ever in SimGrid")
+    if len(ends) != len(schedule.streams):
+        raise DistError(f"{len(schedule.streams) - len(ends)} streams wait for ever in SimGrid")
     return max(ends)
 
 
@@ -103,7 +103,7 @@ def _platform(simgrid: Any, machine: Machine) -> list[Any]:
 
 
 class _Replay:
-    """Runs lanes as actors."""
+    """Runs streams as actors."""
 
     def __init__(self, simgrid: Any, schedule: Schedule, machine: Machine) -> None:
         self._simgrid = simgrid
@@ -112,49 +112,49 @@ class _Replay:
         self._flags: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._released: defaultdict[_Key, list[Any]] = defaultdict(list)
         self._semaphores: dict[_Key, Any] = {}
-        for lane in schedule.lanes:
-            values = [event.value for event in lane.events if isinstance(event, SetFlag)]
-            self._flags[lane.host, lane.local_rank] += values
-        for number, lane in enumerate(schedule.lanes):
-            for event in lane.events:
+        for stream in schedule.streams:
+            values = [event.value for event in stream.events if isinstance(event, SetFlag)]
+            self._flags[stream.host, stream.local_rank] += values
+        for number, stream in enumerate(schedule.streams):
+            for event in stream.events:
                 if isinstance(event, AwaitFlag | AwaitSignal):
-                    cause, own = self._cause(lane, event), (number, self._cause(lane, event))
+                    cause, own = self._cause(stream, event), (number, self._cause(stream, event))
                     if own not in self._semaphores:
                         self._semaphores[own] = simgrid.Semaphore(0)
                         self._released[cause].append(self._semaphores[own])
-        self._numbers = {id(lane): number for number, lane in enumerate(schedule.lanes)}
+        self._numbers = {id(stream): number for number, stream in enumerate(schedule.streams)}
 
-    def _cause(self, lane: Lane, event: AwaitFlag | AwaitSignal) -> _Key:
+    def _cause(self, stream: Stream, event: AwaitFlag | AwaitSignal) -> _Key:
         """Return which flag or signal ends a wait."""
         if isinstance(event, AwaitSignal):
-            return "signal", lane.host, lane.local_rank, event.number
-        index = bisect_left(self._flags[lane.host, event.local_rank], event.value)
-        return "flag", lane.host, event.local_rank, index
+            return "signal", stream.host, stream.local_rank, event.number
+        index = bisect_left(self._flags[stream.host, event.local_rank], event.value)
+        return "flag", stream.host, event.local_rank, index
 
-    def act(self, lane: Lane) -> None:
-        """Be a lane; called on its actor."""
+    def act(self, stream: Stream) -> None:
+        """Be a stream; called on its actor."""
         me = self._simgrid.Actor.self()
-        for event in lane.events:
+        for event in stream.events:
             if isinstance(event, Receive):
                 for other in event.hosts:
-                    self._mailbox(other, lane.host, lane, event.tag).set_receiver(me)
-        rank = lane.host * self._machine.ranks_per_host + lane.local_rank
-        flags, costs = 0, LaneCosts(self._costs, rank)
+                    self._mailbox(other, stream.host, stream, event.tag).set_receiver(me)
+        rank = stream.host * self._machine.ranks_per_host + stream.local_rank
+        flags, costs = 0, StreamCosts(self._costs, rank)
         waited: set[_Key] = set()
-        for event in lane.events:
+        for event in stream.events:
             if isinstance(event, SetFlag):
-                self._release(("flag", lane.host, lane.local_rank, flags))
+                self._release(("flag", stream.host, stream.local_rank, flags))
                 flags += 1
             elif isinstance(event, Signal):
-                self._release(("signal", lane.host, lane.local_rank, event.number))
+                self._release(("signal", stream.host, stream.local_rank, event.number))
             elif isinstance(event, AwaitFlag | AwaitSignal):
-                self._await(lane, event, waited, costs.factor)
+                self._await(stream, event, waited, costs.factor)
             elif isinstance(event, Begin):
                 costs.begin(event)
             elif isinstance(event, Send):
-                self._send(lane, event, costs.factor)
+                self._send(stream, event, costs.factor)
             elif isinstance(event, Receive):
-                self._receive(lane, event, costs.factor)
+                self._receive(stream, event, costs.factor)
             elif seconds := costs.seconds_of(event):
                 self._sleep(seconds)
 
@@ -166,32 +166,34 @@ class _Replay:
         for semaphore in self._released[cause]:
             semaphore.release()
 
-    def _await(self, lane: Lane, event: AwaitFlag | AwaitSignal, waited: set[_Key], factor: float) -> None:
-        cause = self._cause(lane, event)
+    def _await(
+        self, stream: Stream, event: AwaitFlag | AwaitSignal, waited: set[_Key], factor: float
+    ) -> None:
+        cause = self._cause(stream, event)
         if cause in waited:
             return
         waited.add(cause)
         engine = self._simgrid.Engine.instance
         before = engine.clock
-        self._semaphores[self._numbers[id(lane)], cause].acquire()
+        self._semaphores[self._numbers[id(stream)], cause].acquire()
         if engine.clock > before:
             host = self._machine.host
             self._sleep(factor * host.flag_s if isinstance(event, AwaitFlag) else host.wakeup_s)
 
-    def _send(self, lane: Lane, event: Send, factor: float) -> None:
+    def _send(self, stream: Stream, event: Send, factor: float) -> None:
         assert self._machine.link is not None
         link = self._machine.link.of(event.nbytes).times(factor)
         for other in event.hosts:
             self._sleep(link.send_overhead_s + event.nbytes * link.send_overhead_per_byte_s)
-            mailbox = self._mailbox(lane.host, other, lane, event.tag)
+            mailbox = self._mailbox(stream.host, other, stream, event.tag)
             mailbox.put_init("", round(factor * event.nbytes)).detach()  # the link has one speed for all
 
-    def _receive(self, lane: Lane, event: Receive, factor: float) -> None:
+    def _receive(self, stream: Stream, event: Receive, factor: float) -> None:
         assert self._machine.link is not None
         link = self._machine.link.of(event.nbytes).times(factor)
         for other in event.hosts:
-            self._mailbox(other, lane.host, lane, event.tag).get()
+            self._mailbox(other, stream.host, stream, event.tag).get()
             self._sleep(link.receive_overhead_s + event.nbytes * link.receive_overhead_per_byte_s)
 
-    def _mailbox(self, source: int, target: int, lane: Lane, tag: int) -> Any:
-        return self._simgrid.Mailbox.by_name(f"{source}.{target}.{lane.local_rank}.{tag}")
+    def _mailbox(self, source: int, target: int, stream: Stream, tag: int) -> Any:
+        return self._simgrid.Mailbox.by_name(f"{source}.{target}.{stream.local_rank}.{tag}")

@@ -1,8 +1,8 @@
 """Discrete-event simulation of a schedule on a machine.
 
-Every lane has a clock of its own, which events move on. What lanes share is decided in the order of time: the
-cores of a host, the flags of its ranks, and the links (:mod:`torchestra.performance.network`). Cores are only
-simulated where there are more threads than cores.
+Every stream has a clock of its own, which events move on. What streams share is decided in the order of time:
+the cores of a host, the flags of its ranks, and the links (:mod:`torchestra.performance.network`). Cores are
+only simulated where there are more threads than cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torchestra.engine.kernels.selection import spin_policy
 from torchestra.errors import DistError
 from torchestra.performance.cores import Cores, EventQueue
-from torchestra.performance.costs import Costs, LaneCosts
+from torchestra.performance.costs import Costs, StreamCosts
 from torchestra.performance.machine import Machine
 from torchestra.performance.network import Network
 from torchestra.performance.schedule import (
@@ -27,7 +27,6 @@ from torchestra.performance.schedule import (
     Copy,
     Event,
     Fetch,
-    Lane,
     LocalCopy,
     Overhead,
     PeerRead,
@@ -37,10 +36,11 @@ from torchestra.performance.schedule import (
     Send,
     SetFlag,
     Signal,
+    Stream,
     WriteMiss,
 )
 
-__all__ = ["LaneTimes", "Run", "run"]
+__all__ = ["Run", "StreamTimes", "run"]
 
 _LONGEST_SLICE_S = 0.001
 _SPIN_S, _YIELD_S = 30e-9, 300e-9
@@ -48,13 +48,13 @@ _SPIN_S, _YIELD_S = 30e-9, 300e-9
 
 
 @dataclass
-class LaneTimes:
-    """When a lane ended, and for how many of the seconds until then it waited, by what for.
+class StreamTimes:
+    """When a stream ended, and for how many of the seconds until then it waited, by what for.
 
     Attributes:
-        host, local_rank, name: of the lane.
+        host, local_rank, name: of the stream.
         ended_s: since the start.
-        waited_s: by ``"rank"`` of the same host, ``"message"``, or ``"lane"`` of the same rank.
+        waited_s: by ``"rank"`` of the same host, ``"message"``, or ``"stream"`` of the same rank.
     """
 
     host: int
@@ -69,19 +69,19 @@ class Run:
     """The outcome of a simulation.
 
     Attributes:
-        seconds: until the last lane ended.
-        lanes: of the recorded hosts.
+        seconds: until the last stream ended.
+        streams: of the recorded hosts.
         messages, nbytes: what the recorded hosts sent to others.
     """
 
     seconds: float
-    lanes: tuple[LaneTimes, ...]
+    streams: tuple[StreamTimes, ...]
     messages: int
     nbytes: int
 
 
 class _Word:
-    """A flag, which only grows, or a signal: its values, since when it has them, and the lanes that wait."""
+    """A flag, which only grows, or a signal: its values, since when it has them, and who waits."""
 
     def __init__(self) -> None:
         self.values: list[int] = []
@@ -94,7 +94,7 @@ class _Word:
         return self.times[place] if place < len(self.values) else None
 
     def set(self, value: int, time_s: float) -> None:
-        """Raise it, and let the lanes go on that wait for that."""
+        """Raise it, and let the streams go on that wait for that."""
         self.values.append(value)
         self.times.append(time_s)
         ready = [wake for wanted, wake in self.waiting if wanted <= value]
@@ -119,32 +119,32 @@ class _Simulation:
         self.awake_s = spins * _SPIN_S + yields * _YIELD_S
 
 
-class _LaneRun:
-    """One lane while it runs."""
+class _StreamRun:
+    """One stream while it runs."""
 
-    def __init__(self, lane: Lane, simulation: _Simulation) -> None:
-        self._lane = lane
+    def __init__(self, stream: Stream, simulation: _Simulation) -> None:
+        self._stream = stream
         self._simulation = simulation
-        self._rank = lane.host * simulation.machine.ranks_per_host + lane.local_rank
-        self._cores = simulation.cores[lane.host]
+        self._rank = stream.host * simulation.machine.ranks_per_host + stream.local_rank
+        self._cores = simulation.cores[stream.host]
         self._next = 0
         self._clock = 0.0
-        self._costs = LaneCosts(simulation.costs, self._rank)
+        self._costs = StreamCosts(simulation.costs, self._rank)
         self.has_ended = False
-        self.times = LaneTimes(lane.host, lane.local_rank, lane.name)
+        self.times = StreamTimes(stream.host, stream.local_rank, stream.name)
 
     def start(self) -> None:
         self._simulation.events.at(0.0, self._go)
 
     def where(self) -> str:
         """Return what it waits for, for an error."""
-        lane = self._lane
-        return f"rank {lane.local_rank} of host {lane.host} in {lane.events[self._next - 1]}"
+        stream = self._stream
+        return f"rank {stream.local_rank} of host {stream.host} in {stream.events[self._next - 1]}"
 
     def _go(self, now: float) -> None:
         """Go on until something has to be decided in the order of time."""
         self._clock = max(self._clock, now)
-        events, last = self._lane.events, len(self._lane.events)
+        events, last = self._stream.events, len(self._stream.events)
         while self._next < last:
             event = events[self._next]
             self._next += 1
@@ -154,15 +154,15 @@ class _LaneRun:
         self.has_ended = True
 
     def _handle(self, event: Event) -> bool:
-        """Let an event happen; return whether the lane has to wait for it."""
-        lane, simulation = self._lane, self._simulation
+        """Let an event happen; return whether the stream has to wait for it."""
+        stream, simulation = self._stream, self._simulation
         if type(event) in _WORK:
             return self._work(event)
         if isinstance(event, SetFlag):
-            simulation.flags[lane.host, lane.local_rank].set(event.value, self._clock)
+            simulation.flags[stream.host, stream.local_rank].set(event.value, self._clock)
             return False
         if isinstance(event, AwaitFlag):
-            word = simulation.flags[lane.host, event.local_rank]
+            word = simulation.flags[stream.host, event.local_rank]
             return self._await(word, event.value, "rank", self._wake_up_flag)
         if isinstance(event, Begin):
             self._costs.begin(event)
@@ -171,15 +171,15 @@ class _LaneRun:
             self._signal(event.number).set(1, self._clock)
             return False
         if isinstance(event, AwaitSignal):
-            return self._await(self._signal(event.number), 1, "lane", self._wake_up_thread)
+            return self._await(self._signal(event.number), 1, "stream", self._wake_up_thread)
         return self._exchange(event)
 
     def _signal(self, number: int) -> _Word:
-        return self._simulation.signals[self._lane.host, self._lane.local_rank, number]
+        return self._simulation.signals[self._stream.host, self._stream.local_rank, number]
 
     def _work(self, event: Event) -> bool:
         """Do this and the work that follows it; return whether that has to wait for a core."""
-        events, computes = self._lane.events, isinstance(event, Compute)
+        events, computes = self._stream.events, isinstance(event, Compute)
         seconds = self._costs.seconds_of(event)
         while not computes and self._next < len(events):
             following = events[self._next]
@@ -230,13 +230,13 @@ class _LaneRun:
         return time_s + self._simulation.host.wakeup_s
 
     def _exchange(self, event: Event) -> bool:
-        """Begin to send, or wait for messages, at this lane's time."""
-        lane, events, network = self._lane, self._simulation.events, self._simulation.network
+        """Begin to send, or wait for messages, at this stream's time."""
+        stream, events, network = self._stream, self._simulation.events, self._simulation.network
         began = self._clock
         if isinstance(event, Send):
 
             def send(now: float) -> None:
-                network.send(now, lane.host, lane.local_rank, event, self._costs.factor)
+                network.send(now, stream.host, stream.local_rank, event, self._costs.factor)
                 self._go(now)
 
             events.at(began, send)
@@ -248,7 +248,9 @@ class _LaneRun:
             events.at(max(now, began), self._go)
 
         factor = self._costs.factor
-        events.at(began, lambda now: network.receive(now, lane.host, lane.local_rank, event, done, factor))
+        events.at(
+            began, lambda now: network.receive(now, stream.host, stream.local_rank, event, done, factor)
+        )
         return True
 
 
@@ -259,16 +261,16 @@ def run(schedule: Schedule, machine: Machine) -> Run:
     """Simulate a schedule.
 
     Raises:
-        DistError: lanes wait for each other for ever, so the schedule is wrong.
+        DistError: streams wait for each other for ever, so the schedule is wrong.
     """
     simulation = _Simulation(schedule, machine)
-    lanes = [_LaneRun(lane, simulation) for lane in schedule.lanes]
-    for lane in lanes:
-        lane.start()
+    streams = [_StreamRun(stream, simulation) for stream in schedule.streams]
+    for stream in streams:
+        stream.start()
     simulation.events.run()
-    if stuck := [lane.where() for lane in lanes if not lane.has_ended]:
-        raise DistError(f"the schedule does not end: {len(stuck)} lanes wait, the first is {stuck[0]}")
-    times = tuple(lane.times for lane in lanes)
+    if stuck := [stream.where() for stream in streams if not stream.has_ended]:
+        raise DistError(f"the schedule does not end: {len(stuck)} streams wait, the first is {stuck[0]}")
+    times = tuple(stream.times for stream in streams)
     seconds = max((each.ended_s for each in times), default=0.0)
     assert math.isfinite(seconds)
     return Run(seconds, times, simulation.network.messages, simulation.network.nbytes)
@@ -282,14 +284,16 @@ def _cores(schedule: Schedule, machine: Machine, events: EventQueue) -> dict[int
     # they sleep.
     switch_s = host.switch_at(machine.ranks_per_host * (machine.hosts if machine.shares_cores else 1))
     idle_s = switch_s if machine.hosts == 1 else 0.0
-    lanes: defaultdict[int, int] = defaultdict(int)
-    for lane in schedule.lanes:
-        lanes[0 if machine.shares_cores else lane.host] += 1
+    threads: defaultdict[int, int] = defaultdict(int)
+    for stream in schedule.streams:
+        threads[0 if machine.shares_cores else stream.host] += 1
     if machine.hosts > 1:  # each rank has a transport thread
-        for each in lanes:
-            lanes[each] += len({lane.local_rank for lane in schedule.lanes if each in (0, lane.host)})
+        for each in threads:
+            threads[each] += len(
+                {stream.local_rank for stream in schedule.streams if each in (0, stream.host)}
+            )
     made = {
         each: None if number <= host.cores else Cores(events, host.cores, switch_s, slice_s, idle_s)
-        for each, number in lanes.items()
+        for each, number in threads.items()
     }
     return {each: made[0 if machine.shares_cores else each] for each in schedule.recorded_hosts}
