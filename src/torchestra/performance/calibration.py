@@ -11,7 +11,6 @@ LogP Model", 1995), and, for the processor's time by byte, of LogGOPS (Hoefler a
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torchestra.performance.interpolation import (
     Slowdown,
     SwitchTime,
     check_numbers,
+    interpolated,
     is_fit,
     rate_at,
     slowdown_at,
@@ -115,12 +115,7 @@ class HostCalibration:
         """Return the seconds of a switch with so many ranks on the host, between those that were measured."""
         if not self.switches:
             return self.switch_s
-        points = [(each.ranks, each.switch_s) for each in self.switches]
-        above = min(bisect_left([known for known, _ in points], ranks), len(points) - 1)
-        (low, low_s), (high, high_s) = points[max(0, above - 1)], points[above]
-        if ranks >= high or low == high:
-            return high_s
-        return low_s + max(0.0, (ranks - low) / (high - low)) * (high_s - low_s)
+        return interpolated([(each.ranks, each.switch_s) for each in self.switches], ranks)
 
     def call_slowdown(self, ranks: int) -> float:
         """Return by how much calls are longer with so many ranks on the host (:func:`slowdown_at`)."""

@@ -16,6 +16,7 @@ __all__ = [
     "SwitchTime",
     "check_numbers",
     "factor_at",
+    "interpolated",
     "is_fit",
     "rate_at",
     "slowdown_at",
@@ -122,13 +123,9 @@ def factor_at(factors: Iterable[OperationFactor], name: str, operation_bytes: in
     1 if none is known of operations of that name.
     """
     points = [
-        (each.ranks, max(1, each.operation_bytes), math.log(each.factor))
-        for each in factors
-        if each.name == name
+        (each.ranks, each.operation_bytes, math.log(each.factor)) for each in factors if each.name == name
     ]
-    if not points:
-        return 1.0
-    return math.exp(_interpolated(points, max(1, operation_bytes), ranks, math.log))
+    return math.exp(_interpolated(points, operation_bytes, ranks, math.log)) if points else 1.0
 
 
 _Point = tuple[int, int, float]
@@ -138,27 +135,25 @@ _Point = tuple[int, int, float]
 def _interpolated(
     points: Sequence[_Point], nbytes: int, ranks: int, scale: Callable[[float], float] = float
 ) -> float:
-    by_ranks = sorted({each[0] for each in points})
-    above = min(bisect_left(by_ranks, ranks), len(by_ranks) - 1)
-    below = above if by_ranks[above] <= ranks else max(0, above - 1)
-    low, high = (_of_ranks(points, by_ranks[index], nbytes) for index in (below, above))
-    if below == above:
-        return low
-    place, first, last = scale(ranks), scale(by_ranks[below]), scale(by_ranks[above])
-    return low + (place - first) / (last - first) * (high - low)
+    by_ranks = []
+    for known in sorted({number for number, _, _ in points}):
+        of_ranks = sorted((_log(size), value) for number, size, value in points if number == known)
+        by_ranks.append((scale(known), interpolated(of_ranks, _log(nbytes))))
+    return interpolated(by_ranks, scale(ranks))
 
 
-def _of_ranks(points: Sequence[_Point], ranks: int, nbytes: int) -> float:
-    """Interpolate for a number of ranks that was measured."""
-    known = sorted((size, value) for number, size, value in points if number == ranks)
-    sizes = [size for size, _ in known]
-    above = min(bisect_left(sizes, nbytes), len(sizes) - 1)
-    (low, low_value), (high, high_value) = known[max(0, above - 1)], known[above]
-    if nbytes >= high or low == high:
+def _log(nbytes: int) -> float:
+    return math.log(max(1, nbytes))
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value between points in ascending order, linearly; beyond their ends these hold."""
+    above = min(bisect_left(points, (at,)), len(points) - 1)
+    high, high_value = points[above]
+    if at >= high or above == 0:
         return high_value
-    if nbytes <= low:
-        return low_value
-    return low_value + math.log(nbytes / low) / math.log(high / low) * (high_value - low_value)
+    low, low_value = points[above - 1]
+    return low_value + (at - low) / (high - low) * (high_value - low_value)
 
 
 def check_numbers(record: object, positive: tuple[str, ...] = ()) -> None:

@@ -38,12 +38,14 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy ``nbytes`` of the rank's own memory into other memory of its own.
+class _OnMemory:
+    """What goes through a rank's memory.
 
-    The working set is all own memory that the operation goes through: tensors and buffers. It is 0 where the
-    operation has touched these bytes before. ``operation_bytes`` is what each rank puts into the operation.
-    Both hold for other events, too.
+    Attributes:
+        nbytes: how much.
+        working_set_bytes: all own memory that the operation goes through: tensors and buffers. 0 where the
+            operation has touched these bytes before.
+        operation_bytes: what each rank puts into the operation.
     """
 
     nbytes: int
@@ -51,55 +53,46 @@ class Copy:
     operation_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalCopy:
-    """Copy ``nbytes`` of the rank's tensors into others of its own, which no other rank reads or writes."""
+class Copy(_OnMemory):
+    """Copy bytes of the rank's own memory into other memory of its own."""
 
-    nbytes: int
-    working_set_bytes: int
-    operation_bytes: int = 0
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Copy ``nbytes`` out of buffers that other ranks have written into the rank's tensors."""
+class LocalCopy(_OnMemory):
+    """Copy bytes of the rank's tensors into others of its own, which no other rank reads or writes."""
 
-    nbytes: int
-    working_set_bytes: int
-    operation_bytes: int = 0
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRead:
-    """Copy ``nbytes`` of another rank's tensor, where they lie, into the rank's own (process_vm_readv).
+class Fetch(_OnMemory):
+    """Copy bytes out of buffers that other ranks have written into the rank's tensors."""
+
+    __slots__ = ()
+
+
+class PeerRead(_OnMemory):
+    """Copy bytes of another rank's tensor, where they lie, into the rank's own (process_vm_readv).
 
     What the call takes besides is an :class:`Overhead` of that name.
     """
 
-    nbytes: int
-    working_set_bytes: int
-    operation_bytes: int = 0
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Read ``nbytes`` of two sources together, and write their reduction; or what takes as long."""
+class Reduce(_OnMemory):
+    """Read bytes of two sources together, and write their reduction; or what takes as long."""
 
-    nbytes: int
-    working_set_bytes: int
-    operation_bytes: int = 0
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class WriteMiss:
-    """Write ``nbytes`` of a copy to memory that is not in the near caches (a write miss).
+class WriteMiss(_OnMemory):
+    """Write bytes of a copy to memory that is not in the near caches (a write miss).
 
     It is what the copy takes longer for that; the copy itself is an event besides.
     """
 
-    nbytes: int
-    working_set_bytes: int
-    operation_bytes: int = 0
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
