@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchestra.engine.entries import collectives, lists, messages, persistent
-from torchestra.engine.kernels import checksum, copies, doorbell, move, prefix, reduce, shared_words
+from torchestra.engine.kernels import blocks, checksum, copies, doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
 from torchestra.engine.native.target import Target
@@ -12,6 +12,7 @@ from torchestra.engine.recorder import message_records, spans
 
 # Importing them declares their kernels, and those that they call.
 _MODULES = (
+    blocks,
     checksum,
     collectives,
     copies,
@@ -37,11 +38,12 @@ def kernels_of_engine() -> list[KernelSource | Intrinsic]:
 
 
 def build(target: Target | None = None) -> bytes:
-    """Compile all kernels and reductions; return the object file.
+    """Compile all kernels, reductions and the allocator; return the object file.
 
     Args:
         target: the processor; default: that of this process.
     """
+    from torchestra.engine.kernels.allocator_code import write_allocator
     from torchestra.engine.kernels.reduction_code import write_reductions
     from torchestra.engine.native.compiler import Program
 
@@ -50,4 +52,5 @@ def build(target: Target | None = None) -> bytes:
     for each in kernels_of_engine():
         program.add(each)
     write_reductions(program.module, target)
+    write_allocator(program)
     return target.compile(str(program.module))

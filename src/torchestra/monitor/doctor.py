@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         from torchestra.engine import compile_kernels
 
         compile_kernels()
-    results = [*examine(), _entries()]
+    results = [*examine(), _entries(), _gradients()]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("", "found", "remark"):
         table.add_column(title, overflow="fold")
@@ -263,6 +263,15 @@ def _entries() -> CheckResult:
     missing = why_not()
     remark = f"small operations take some 2 µs longer: {missing}" if missing else ""
     return CheckResult("native entries", "no" if missing else "yes", remark)
+
+
+def _gradients() -> CheckResult:
+    """Check whether gradients can be born in memory that ranks share; imports torch."""
+    from torchestra.engine.memory.torch_allocator import why_not
+
+    missing = why_not()
+    remark = f"DistributedDataParallel copies large gradients: {missing}" if missing else ""
+    return CheckResult("shared gradients", "no" if missing else "yes", remark)
 
 
 def _secret() -> CheckResult:

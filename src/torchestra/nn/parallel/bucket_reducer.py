@@ -4,8 +4,9 @@ The reducer calls ``start`` when all gradients of a bucket are ready. At the end
 ``complete`` for all buckets, then ``write_back``. On every rank it calls each for the same buckets, in the
 same order.
 
-Gradients are reduced in place, all of a bucket in one operation. Where a bucket has memory (buckets.py) they
-are copied into it first.
+Gradients are reduced in place, all of a bucket in one operation; but large ones alone where ranks are
+processes of one host, as each may lie in memory that the ranks share (gradient_memory.py). Where a bucket has
+memory (buckets.py) they are copied into it first.
 
 Autograd may give two parameters gradients in the same memory: parts of one tensor into which it has added
 both. Such gradients are reduced in copies: in place, the second would be reduced from the first's average.
@@ -41,6 +42,7 @@ from torchestra.nn.parallel.comm_hooks.interface import (
     run_comm_hook,
     wait_for_hook,
 )
+from torchestra.nn.parallel.gradient_memory import GradientMemory
 from torchestra.nn.parallel.gradient_store import GradientStore
 from torchestra.nn.parallel.rebuilding import follow
 from torchestra.nn.parallel.sparse import empty_like_sparse, reduce_sparse
@@ -69,13 +71,13 @@ class _PendingBucket:
         copies: by slot, the tensor that is reduced instead of a gradient.
         saved: by slot, a copy of a gradient in the bucket's memory that may have to be restored.
         tensors: the tensors to reduce.
-        work: the reduction, if it has begun.
+        works: the reductions that have begun, and are asynchronous.
         future: the communication hook's future.
         shadow: whether this rank contributes zeros, and keeps its gradients.
         began: when its gradients were ready, by ``time.perf_counter_ns()``.
     """
 
-    __slots__ = ("began", "copies", "future", "gradients", "saved", "shadow", "tensors", "unused", "work")
+    __slots__ = ("began", "copies", "future", "gradients", "saved", "shadow", "tensors", "unused", "works")
 
     def __init__(
         self, gradients: list[torch.Tensor | None], unused: Collection[int] = (), *, shadow: bool = False
@@ -87,7 +89,7 @@ class _PendingBucket:
         self.copies: dict[int, torch.Tensor] = {}
         self.saved: dict[int, torch.Tensor] = {}
         self.tensors: list[torch.Tensor] = []
-        self.work: Work | None = None
+        self.works: list[Work] = []
         self.future: torch.futures.Future[torch.Tensor] | None = None
 
 
@@ -98,6 +100,7 @@ class BucketReducer:
         counters: count the work.
         as_views: leave each gradient as a view of its bucket's memory, instead of a copy of it.
         overlap: run reductions on the group's thread, concurrently with backward.
+        memory: for large gradients, each of which is then reduced in an operation of its own.
 
     Attributes:
         divisor: divides sums; None: the number of ranks. The same on all ranks.
@@ -114,6 +117,7 @@ class BucketReducer:
         *,
         as_views: bool,
         overlap: bool,
+        memory: GradientMemory | None,
     ) -> None:
         self._group, self._communicator = group, group.communicator
         self._reconfigured_as = _uuid(group)
@@ -121,7 +125,7 @@ class BucketReducer:
         self._names = names
         self._counters = counters
         self._as_views = as_views
-        self._overlap = overlap
+        self._overlap, self._memory = overlap, memory
         self._hook: tuple[CommHook, Any] | None = None
         self._pending: dict[int, _PendingBucket] = {}
         # The memory of the gradients that have been started in this round: address and bytes, ascending.
@@ -149,8 +153,8 @@ class BucketReducer:
     def reset(self) -> None:
         """Wait for the operations of the buckets that were started, then forget these."""
         for pending in self._pending.values():
-            if pending.work is not None:
-                pending.work.await_end()
+            for work in pending.works:
+                work.await_end()
             if pending.future is not None:
                 # Callbacks of a hook may still write into its state. Its failure was reported already.
                 with contextlib.suppress(Exception):
@@ -158,6 +162,11 @@ class BucketReducer:
         self._pending.clear()
 
     # -- start
+
+    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Let a backward through a module with these outputs use the memory for large gradients."""
+        if self._memory is not None and not self.needs_flat:
+            self._memory.watch(outputs)
 
     def check_group(self) -> None:
         """Raise a GradientReductionError if the group has other ranks than when this was made."""
@@ -202,9 +211,11 @@ class BucketReducer:
         if bucket.sparse:
             pending.tensors = [empty_like_sparse(bucket.parameters[0])]
         else:
-            numel = sum(parameter.numel() for parameter in bucket.parameters)
             first = bucket.parameters[0]
-            pending.tensors = [torch.zeros(numel, dtype=first.dtype, device=first.device)]
+            pending.tensors = [
+                torch.zeros(sum(map(torch.Tensor.numel, each)), dtype=first.dtype, device=first.device)
+                for each in self._groups(bucket, bucket.parameters)
+            ]
         if self.begins_early:
             self._begin(bucket, pending, is_last)
 
@@ -226,14 +237,31 @@ class BucketReducer:
 
     def _reduce(self, bucket: Bucket, pending: _PendingBucket, *, async_op: bool) -> None:
         """Reduce a bucket's tensors; sparse ones synchronously."""
-        tensors, op = pending.tensors, _AVG if self.divisor is None else _SUM
+        op = _AVG if self.divisor is None else _SUM
         if bucket.sparse:
-            pending.copies[0] = reduce_sparse(self._communicator, tensors[0], op)
+            pending.copies[0] = reduce_sparse(self._communicator, pending.tensors[0], op)
             pending.tensors = []
-        elif len(tensors) == 1:
-            pending.work = self._communicator.all_reduce(tensors[0], op, async_op)
-        else:
-            pending.work = self._communicator.all_reduce_list(tensors, op, async_op)
+            return
+        alone = len(pending.tensors) == 1 or pending.shadow
+        groups = [[each] for each in pending.tensors] if alone else self._groups(bucket, pending.tensors)
+        for tensors in groups:
+            if len(tensors) == 1:
+                work = self._communicator.all_reduce(tensors[0], op, async_op)
+            else:
+                work = self._communicator.all_reduce_list(tensors, op, async_op)
+            if work is not None:
+                pending.works.append(work)
+
+    def _groups(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Return which of a bucket's tensors, one for each parameter, each operation reduces.
+
+        All ranks must come to the same, so it depends on the parameters alone.
+        """
+        if self._memory is None or not bucket.large or bucket.flat is not None:
+            return [tensors]
+        found: list[Sequence[torch.Tensor]] = [[tensors[slot]] for slot in bucket.large]
+        rest = [each for slot, each in enumerate(tensors) if slot not in bucket.large]
+        return [*found, rest] if rest else found
 
     def _fill(self, bucket: Bucket, pending: _PendingBucket) -> None:
         """Copy the gradients into the bucket's memory."""
@@ -276,8 +304,8 @@ class BucketReducer:
         # in place before all has been copied.
         if self._share_memory(tensors) or (self._overlap and self.divisor is not None):
             for other in self._pending.values():
-                if other.work is not None:
-                    other.work.wait()
+                for work in other.works:
+                    work.wait()
             pending.copies = {slot: tensor.detach().clone() for slot, tensor in enumerate(tensors)}
             tensors = list(pending.copies.values())
         torch.autograd.graph.increment_version(tensors)
@@ -341,8 +369,9 @@ class BucketReducer:
         began = _now()
         if pending.future is not None:
             self._take_from_hook(bucket, pending)
-        elif pending.work is not None:
-            pending.work.wait()
+        elif pending.works:
+            for work in pending.works:
+                work.wait()
         elif pending.tensors:
             self._reduce(bucket, pending, async_op=False)
         ended = _now()

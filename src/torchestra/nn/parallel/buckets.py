@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.gradient_memory import is_large
 from torchestra.process_group import ProcessGroup
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -109,6 +110,7 @@ class Bucket:
         flat: memory for all its gradients, one after the other, if it has any.
         views: the part of ``flat`` for each parameter, with its shape and strides.
         sparse: whether the only parameter has sparse gradients.
+        large: the slots of large parameters (gradient_memory.py).
         nbytes: of all its gradients, were they dense.
         limit: the bytes at which the bucket was closed.
     """
@@ -119,6 +121,7 @@ class Bucket:
     flat: torch.Tensor | None
     views: list[torch.Tensor]
     sparse: bool
+    large: tuple[int, ...]
     nbytes: int
     limit: int
 
@@ -144,7 +147,8 @@ def make_bucket(
     if with_flat and not sparse:
         flat, views = shared_flat(members, group)
     nbytes = sum(parameter.nbytes for parameter in members)
-    return Bucket(number, tuple(indices), members, flat, views, sparse, nbytes, limit)
+    large = tuple(slot for slot, parameter in enumerate(members) if is_large(parameter))
+    return Bucket(number, tuple(indices), members, flat, views, sparse, large, nbytes, limit)
 
 
 def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> torch.Tensor:

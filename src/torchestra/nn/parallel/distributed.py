@@ -341,6 +341,8 @@ class DistributedDataParallel(Controls):
             counters.forward_ns += ended - began
             self.reducer.record_spans([("forward", began, ended, -1, 0)])
             self.reducer.prepare_for_backward(output)
+        elif torch.is_grad_enabled():
+            self.reducer.watch(output)
 
     @property
     def broadcast_buffers(self) -> bool:

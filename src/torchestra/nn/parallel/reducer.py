@@ -46,6 +46,7 @@ from torchestra.nn.parallel.buckets import (
 )
 from torchestra.nn.parallel.comm_hooks.default_hooks import BUILTIN_HOOKS
 from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, await_future
+from torchestra.nn.parallel.gradient_memory import GradientMemory
 from torchestra.nn.parallel.gradient_store import GradientStore, ThreadGradientStore
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.ready_tracker import ReadyTracker
@@ -113,8 +114,7 @@ class Reducer(TorchReducerNames):
     ) -> None:
         self.parameters = tuple(params)
         count = len(self.parameters)
-        names = param_to_name_mapping or {}
-        self.names = [names.get(index, str(index)) for index in range(count)]
+        self.names = [(param_to_name_mapping or {}).get(index, str(index)) for index in range(count)]
         self._sparse = list(expect_sparse_gradients) or [False] * count
         if params or not may_be_empty:
             check_plan(bucket_indices, self.parameters, self._sparse)
@@ -148,7 +148,7 @@ class Reducer(TorchReducerNames):
         return GradientHooks(self._group, self.parameters, hooks)
 
     def _make_bucket_reducer(self) -> BucketReducer:
-        between_hosts = self._group.communicator.engine.hosts is not None
+        hosts = self._group.communicator.engine.hosts
         return BucketReducer(
             self._group,
             self._store,
@@ -156,7 +156,8 @@ class Reducer(TorchReducerNames):
             self.counters,
             as_views=self._as_views,
             # A network transfers by itself; copies in memory need a core.
-            overlap=between_hosts or spare_cores(self._group.size()) > 0,
+            overlap=hosts is not None or spare_cores(self._group.size()) > 0,
+            memory=GradientMemory.of(self._group, self.parameters, self._sparse),
         )
 
     def _make_buckets(self, plan: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
@@ -305,7 +306,7 @@ class Reducer(TorchReducerNames):
     def prepare_for_backward(self, outputs: Any) -> None:
         """Begin a round, with the outputs of a counted forward pass: gradients are expected from here on."""
         tracker = self.tracker
-        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        tensors = self.watch(outputs)
         unused: Sequence[int] = ()
         if self._finds_unused_each_round:
             unused = unused_parameters(tensors, self.parameters)
@@ -318,6 +319,12 @@ class Reducer(TorchReducerNames):
         for output in tensors:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._backward_reached, unused))
+
+    def watch(self, outputs: Any) -> list[torch.Tensor]:
+        """Expect a backward from a forward pass's outputs; return those that require gradients."""
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        self._bucket_reducer.watch(tensors)
+        return tensors
 
     def _begin(self, unused: Sequence[int]) -> None:
         self._next = 0
@@ -466,15 +473,15 @@ class Reducer(TorchReducerNames):
             write_back: make the averages this rank's gradients too; if not, its gradients do not change.
         """
         self.prepare_for_forward()
-        before, skipped = (
-            self._store.take(self.parameters),
-            set(self.last_unused if self._skip_unused else ()),
-        )
+        before = self._store.take(self.parameters)
+        skipped = set(self.last_unused if self._skip_unused else ())
         reduced = [bucket for bucket in self.buckets if not skipped.issuperset(bucket.indices)]
         try:
             for bucket in reduced:
                 if write_back:
-                    self._put_zeros(bucket)
+                    zeros = empty_like_sparse if bucket.sparse else torch.zeros_like
+                    for parameter in bucket.parameters:
+                        self._store.put(parameter, zeros(parameter))
                     self._bucket_reducer.start(bucket, (), bucket is self.buckets[-1])
                 else:
                     self._bucket_reducer.start_shadow(bucket, bucket is self.buckets[-1])
@@ -491,8 +498,3 @@ class Reducer(TorchReducerNames):
         except BaseException as error:
             self._record_failure(error)
             raise
-
-    def _put_zeros(self, bucket: Bucket) -> None:
-        zeros = empty_like_sparse if bucket.sparse else torch.zeros_like
-        for parameter in bucket.parameters:
-            self._store.put(parameter, zeros(parameter))

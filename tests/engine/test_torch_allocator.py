@@ -1,0 +1,303 @@
+"""Torch's allocator: which tensors get blocks, when a block is used again, and that nothing else changes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forking import Child
+from torchestra.engine.kernels import blocks, shared_words
+from torchestra.engine.memory import torch_allocator
+from torchestra.engine.memory.torch_allocator import BlockPool, why_not
+
+LENGTH = 1 << 16
+SEED = 11
+
+
+def block(length: int) -> torch.Tensor:
+    """Memory for a block, which is not from torch's allocator."""
+    return torch.frombuffer(bytearray(length), dtype=torch.uint8)
+
+
+@pytest.fixture
+def made() -> list[torch.Tensor]:
+    """The memory of the blocks of a pool, in their order."""
+    return []
+
+
+@pytest.fixture
+def pool(made: list[torch.Tensor]) -> Iterator[BlockPool]:
+    assert why_not() == ""
+
+    def make(length: int) -> torch.Tensor:
+        made.append(block(length))
+        return made[-1]
+
+    found = BlockPool([LENGTH, LENGTH, 2 * LENGTH], make)
+    yield found
+    found.stop()
+
+
+def addresses(tensors: list[torch.Tensor]) -> set[int]:
+    return {each.data_ptr() for each in tensors}
+
+
+def test_results_of_a_served_pool_lie_in_blocks_of_their_length(
+    pool: BlockPool, made: list[torch.Tensor]
+) -> None:
+    pool.serve()
+    ones = torch.ones(LENGTH // 4)
+    product = ones * 2
+    both = torch.cat([ones, product])
+    pool.stop()
+    assert addresses([ones, product, both]) == addresses(made)
+    assert float(both.sum()) == 3 * LENGTH / 4
+    assert both.untyped_storage().nbytes() == 2 * LENGTH
+
+
+@pytest.mark.parametrize("length", [0, 1, LENGTH - 1, LENGTH + 1, 3 * LENGTH])
+def test_other_lengths_get_ordinary_memory(pool: BlockPool, made: list[torch.Tensor], length: int) -> None:
+    pool.serve()
+    other = torch.zeros(length, dtype=torch.uint8)
+    assert not addresses([other]) & addresses(made)
+
+
+def test_no_block_is_taken_while_no_pool_or_another_is_served(
+    pool: BlockPool, made: list[torch.Tensor]
+) -> None:
+    other = BlockPool([4 * LENGTH], block)
+    before = torch.zeros(LENGTH, dtype=torch.uint8)
+    other.serve()
+    during = torch.zeros(LENGTH, dtype=torch.uint8)
+    other.stop()
+    assert not addresses([before, during]) & addresses(made)
+
+
+def test_a_block_is_used_again_when_the_last_tensor_on_it_has_died(
+    pool: BlockPool, made: list[torch.Tensor]
+) -> None:
+    pool.serve()
+    tensors = [torch.zeros(LENGTH, dtype=torch.uint8) for _ in range(3)]
+    assert addresses(tensors[:2]) == addresses(made[:2])
+    assert not addresses(tensors[2:]) & addresses(made)  # both were taken
+    view, address = tensors[0][5:], tensors[0].data_ptr()
+    del tensors[0]
+    assert torch.zeros(LENGTH, dtype=torch.uint8).data_ptr() != address
+    del view
+    assert torch.zeros(LENGTH, dtype=torch.uint8).data_ptr() == address
+
+
+def test_a_tensor_on_a_block_is_as_any_other(pool: BlockPool, made: list[torch.Tensor]) -> None:
+    pool.serve()
+    tensor = torch.arange(LENGTH // 4, dtype=torch.float32)
+    pool.stop()
+    assert addresses([tensor]) <= addresses(made)
+    expected = torch.arange(LENGTH // 4, dtype=torch.float32)
+    assert torch.equal(tensor.clone(), expected)
+    assert torch.equal(torch.from_numpy(tensor.numpy()), expected)
+    copied = tensor.clone().resize_(LENGTH)
+    assert torch.equal(copied[: LENGTH // 4], expected)
+    pool.serve()
+    longer = tensor + 0
+    pool.stop()
+    assert addresses([longer]) <= addresses(made)
+    longer.resize_(LENGTH)  # takes other memory, and gives the block back
+    assert torch.equal(longer[: LENGTH // 4], expected)
+    assert not addresses([longer]) & addresses(made)
+
+
+def test_memory_that_torch_cannot_get_is_torchs_error(pool: BlockPool) -> None:
+    pool.serve()
+    with pytest.raises(RuntimeError, match="allocate"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_a_closed_pools_memory_goes_when_its_tensors_have_gone() -> None:
+    memory: list[weakref.ref[torch.Tensor]] = []
+
+    def make(length: int) -> torch.Tensor:
+        tensor = block(length)
+        memory.append(weakref.ref(tensor))
+        return tensor
+
+    pool = BlockPool([LENGTH, LENGTH], make)
+    pool.serve()
+    kept = torch.full((LENGTH,), 7, dtype=torch.uint8)
+    del pool
+    gc.collect()
+    assert [each() is None for each in memory].count(False) == 1  # that of the tensor
+    assert int(kept.sum(dtype=torch.int64)) == 7 * LENGTH
+    other = torch.zeros(LENGTH, dtype=torch.uint8)
+    assert not addresses([other]) & addresses([kept])
+    del kept
+    BlockPool([], block)
+    assert all(each() is None for each in memory)
+
+
+def test_entries_are_used_again() -> None:
+    for _ in range(3 * torch_allocator._MOST_BLOCKS // 16):
+        pool = BlockPool([LENGTH] * 16, lambda _: torch.empty(0, dtype=torch.uint8))
+        assert pool.nbytes == 16 * LENGTH
+        del pool
+
+
+def test_there_are_so_many_blocks_and_no_more() -> None:
+    empty = torch.empty(0, dtype=torch.uint8)
+    pool = BlockPool([LENGTH] * (torch_allocator._MOST_BLOCKS + 1), lambda _: empty)
+    assert pool.nbytes <= torch_allocator._MOST_BLOCKS * LENGTH
+
+
+def test_a_pool_ends_at_the_first_block_that_there_is_no_memory_for() -> None:
+    room = [block(LENGTH), block(LENGTH)]
+    pool = BlockPool([LENGTH] * 4, lambda _: room.pop() if room else None)
+    assert pool.nbytes == 2 * LENGTH
+
+
+def test_threads_that_take_and_give_and_pools_that_come_and_go_share_no_block() -> None:
+    """Each thread writes its number into its tensor, and finds it there; pools of two lengths alternate."""
+    ended = threading.Event()
+    wrong: list[str] = []
+
+    def use(number: int) -> None:
+        generator = torch.Generator().manual_seed(SEED + number)
+        while not ended.is_set():
+            length = LENGTH << int(torch.randint(2, (), generator=generator))
+            tensor = torch.empty(length, dtype=torch.uint8)
+            tensor.fill_(number)
+            if int(tensor.min()) != number or int(tensor.max()) != number:
+                wrong.append(f"thread {number} found another's writes")
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(300):
+            pool = BlockPool([LENGTH << turn % 2] * 3, block)
+            pool.serve()
+            threading.Event().wait(0.001)  # lets the threads run, which is all that it is for
+            del pool
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_takes_no_block_of_its_parent(pool: BlockPool, made: list[torch.Tensor]) -> None:
+    pool.serve()
+    known = addresses(made)
+
+    def in_child() -> tuple[bool, bool]:
+        inherited = torch.zeros(LENGTH, dtype=torch.uint8).data_ptr() in known
+        own = BlockPool([LENGTH], block)
+        own.serve()
+        served = torch.zeros(LENGTH, dtype=torch.uint8)
+        return inherited, served.data_ptr() in known
+
+    assert Child(in_child).result() == (False, False)
+    assert addresses([torch.zeros(LENGTH, dtype=torch.uint8)]) <= known
+
+
+def test_a_process_ends_well_with_tensors_on_blocks() -> None:
+    """By the end of its program, by sys.exit() and by os._exit(): forked from an interpreter of its own."""
+    program = f"""
+import os, sys, torch
+from torchestra.engine.memory.torch_allocator import BlockPool, why_not
+assert not why_not(), why_not()
+make = lambda length: torch.frombuffer(bytearray(length), dtype=torch.uint8)
+for end in (lambda: None, lambda: sys.exit(0), lambda: os._exit(0)):
+    child = os.fork()
+    if not child:
+        pool = BlockPool([{LENGTH}] * 2, make)
+        pool.serve()
+        torch.kept = torch.zeros({LENGTH}, dtype=torch.uint8)  # dies with its module, late
+        sys.modules["kept"] = torch.ones({LENGTH}, dtype=torch.uint8)
+        end()
+        break
+    _, status = os.waitpid(child, 0)
+    assert status == 0, (end, status)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_an_allocator_that_is_not_torchs_stays_in_place() -> None:
+    assert why_not() == ""  # so ours is in use now
+    with pytest.raises(torch_allocator._UnknownError, match="has replaced torch's allocator"):
+        torch_allocator._checked(ctypes.CDLL("libc10.so"))
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "2.16.0", "3.0.0a0+git123"])
+def test_an_allocator_of_an_untried_version_stays_in_place(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(torch_allocator._UnknownError, match="has not been tried"):
+        torch_allocator._checked(ctypes.CDLL("libc10.so"))
+
+
+def test_the_environment_can_keep_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHESTRA_ALLOCATOR", "torch")
+    with pytest.raises(torch_allocator._UnknownError, match="TORCHESTRA_ALLOCATOR is torch"):
+        torch_allocator._checked(ctypes.CDLL("libc10.so"))
+
+
+def test_without_an_allocator_pools_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_allocator, "_installed", lambda: (None, "as the test wants it"))
+    pool = BlockPool([LENGTH], block)
+    pool.serve()
+    pool.stop()
+    assert pool.nbytes == 0
+    assert why_not() == "as the test wants it"
+
+
+class Table:
+    """An allocator's words with one entry, of no use to C++."""
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * 16)()
+        self.address = ctypes.addressof(self._words)
+        self.entry = self.address + blocks.ENTRIES
+        self._words[blocks.SERVED // 8] = self._words[blocks.NUMBER // 8] = 1
+        self.fill(LENGTH, 1)
+
+    def fill(self, length: int, pool: int) -> None:
+        for offset, value in ((blocks.LENGTH, length), (blocks.POOL, pool), (blocks.STATE, blocks.FREE)):
+            self._words[(blocks.ENTRIES + offset) // 8] = value
+
+
+def test_a_block_is_taken_once_and_not_when_retired() -> None:
+    table = Table()
+    assert blocks.take_block(table.address, LENGTH) == table.entry
+    assert blocks.take_block(table.address, LENGTH) == 0
+    assert not blocks.retire_block(table.entry)
+    blocks.give_block(table.entry)
+    assert blocks.retire_block(table.entry)
+    assert blocks.take_block(table.address, LENGTH) == 0
+
+
+@pytest.mark.parametrize("refilled", [(2 * LENGTH, 1), (LENGTH, 2)])
+def test_a_block_that_was_retired_and_replaced_in_between_is_not_taken(
+    refilled: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a thread's look at an entry and its exchange Python retires the entry and fills it anew."""
+    table = Table()
+
+    def exchange(address: int, expected: int, desired: int) -> int:
+        assert blocks.retire_block(table.entry)
+        table.fill(*refilled)
+        return shared_words.compare_exchange(address, expected, desired)
+
+    monkeypatch.setattr(blocks, "compare_exchange", exchange)
+    assert blocks.take_block.function(table.address, LENGTH) == 0
+    monkeypatch.undo()
+    length, pool = refilled
+    ctypes.c_int64.from_address(table.address + blocks.SERVED).value = pool
+    assert blocks.take_block(table.address, length) == table.entry  # it was left as it had been filled
