@@ -47,7 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _overview(given)
     name, *rest = given
     command = importlib.import_module(COMMANDS[name].module)
-    parser = argparse.ArgumentParser(f"torchestra {name}", description=COMMANDS[name].summary)
+    parser = argparse.ArgumentParser(
+        f"torchestra {name}",
+        description=COMMANDS[name].summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_arguments(parser)
     code: int = command.main(parser.parse_args(rest))
     return code

@@ -263,14 +263,14 @@ def test_a_replay_on_a_terminal_obeys_keys(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_ends_while_a_process_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, own, end = process_counts._stat, str(os.getpid()), threading.Event()
+    real, own, end = process_counts.stat_fields, str(os.getpid()), threading.Event()
 
     def stat(path: Path) -> list[str]:
-        if "task" in path.parts and path.parent.name != own:
+        if "task" in path.parts and path.name != own:
             raise FileNotFoundError(path)
         return real(path)
 
-    monkeypatch.setattr(process_counts, "_stat", stat)
+    monkeypatch.setattr(process_counts, "stat_fields", stat)
     other = threading.Thread(target=end.wait)
     other.start()
     assert process_counts.read_process(os.getpid()).all_threads == 1

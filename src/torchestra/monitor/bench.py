@@ -33,7 +33,6 @@ _DTYPES = "float32"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("-n", "--nproc", type=int, default=2, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--threads", action="store_true", help="ranks are threads of one process")

@@ -242,7 +242,6 @@ def _callback(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--port", type=int, default=_PORT, help=f"to serve Prometheus at (default: {_PORT})")

@@ -48,7 +48,6 @@ directory, or files of it, with --from.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG.format(
         formats="\n".join(f"  {name:13}{FORMATS[name].summary}" for name in _IN_DIRECTORIES)
     )

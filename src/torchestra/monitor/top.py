@@ -41,7 +41,6 @@ quits, ? helps. In a replay, right and left go from sample to sample.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group()
     source.add_argument(

@@ -25,7 +25,6 @@ rank that makes a group decides for all of its ranks. Run it while nothing else 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
         "-n", "--nproc", metavar="N,…", help="numbers of ranks (default: 2, 4, … up to the cores)"

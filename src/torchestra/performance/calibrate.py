@@ -51,7 +51,6 @@ never idle, --quantile 0.1 takes the fastest tenth of the samples in place of th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="where to write (JSON)"

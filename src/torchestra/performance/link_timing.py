@@ -16,7 +16,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from torchestra.performance.recording import Recorder
 from torchestra.performance.sampling import summarise
 from torchestra.performance.schedule import Overhead
 from torchestra.performance.workload import Operation
+from torchestra.system.proc import boot_id
 
 __all__ = ["LinkMeasurement", "MessageTimes", "OperationTime", "fit_costs", "fit_link", "measure_link"]
 
@@ -211,7 +211,7 @@ class _Pair:
             progress("small operations over both hosts")
         per_op_s = self._per_op(each_s, times[_SIZES[0]].one_way_s)
         boots = ["", ""]
-        dist.all_gather_object(boots, _boot_id(), group=self._group)
+        dist.all_gather_object(boots, boot_id(), group=self._group)
         if not self._first:
             return None
         link = fit_link(times, self._bridge.kind, len(set(boots)) == 1 and boots[0] != "")
@@ -354,14 +354,6 @@ def fit_costs(times: Sequence[OperationTime], step_s: float, message_s: float) -
         seconds[each.exchanges].append(max(0.0, each.seconds - each.steps * step_s))
     call_s, exchange_s = fit_line({number: statistics.mean(found) for number, found in seconds.items()})
     return {"multihost_call": call_s, "bridge_begin": max(0.0, exchange_s - message_s)}
-
-
-def _boot_id() -> str:
-    """Return what only namespaces of one machine have in common; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def fit_link(times: Mapping[int, MessageTimes], bridge: str, shares_cores: bool) -> LinkCalibration:

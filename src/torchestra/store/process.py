@@ -7,6 +7,8 @@ import os
 import socket
 from dataclasses import dataclass
 
+from torchestra.system.proc import PARENT, START, STATE, boot_id, stat_fields
+
 
 @dataclass(frozen=True)
 class ProcessIdentity:
@@ -68,9 +70,9 @@ def _own() -> ProcessIdentity:
 
 @functools.cache
 def _pid_namespace() -> str:
+    if not (boot := boot_id()):
+        return ""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
         space = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
@@ -92,20 +94,18 @@ os.register_at_fork(after_in_child=_forget)
 def start_time(pid: int) -> int | None:
     """Return the start of a process in clock ticks since boot; None if it has ended or is a zombie."""
     fields = _status(pid)
-    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if not fields or fields[STATE] in ("Z", "X") else int(fields[START])
 
 
 def parent_of(pid: int) -> int | None:
     """Return the parent of a process; None if the process has ended."""
     fields = _status(pid)
-    return int(fields[1]) if fields else None
+    return int(fields[PARENT]) if fields else None
 
 
-def _status(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state on; an empty list if there is no such process."""
+def _status(pid: int) -> list[str]:
+    """Return :func:`stat_fields` of a process; an empty list if there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything; the fields of interest come after it.
-            return file.read().rpartition(b")")[2].split()
+        return stat_fields(f"/proc/{pid}")
     except (FileNotFoundError, ProcessLookupError):
         return []

@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchestra.system.proc import CORE, MAJOR_FAULTS, MINOR_FAULTS, STATE, stat_fields
+
 _PROC, _CPUS = Path("/proc"), Path("/sys/devices/system/cpu")
-# Fields of /proc/PID/stat, counted from the state, which comes after the name.
-_STATE, _MINOR_FAULTS, _MAJOR_FAULTS, _CORE = 0, 7, 9, 36
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ def read_process(pid: int) -> ProcessCounts:
         OSError, ValueError, IndexError: it has ended.
     """
     folder = _PROC / str(pid)
-    stat = _stat(folder / "stat")
+    stat = stat_fields(folder)
     on_core_ns, runnable_ns = map(int, (folder / "schedstat").read_text().split()[:2])
     states = _thread_states(folder / "task")
     return ProcessCounts(
         cpu_s=on_core_ns / 1e9,
         runnable_s=runnable_ns / 1e9,
-        minor_faults=int(stat[_MINOR_FAULTS]),
-        major_faults=int(stat[_MAJOR_FAULTS]),
+        minor_faults=int(stat[MINOR_FAULTS]),
+        major_faults=int(stat[MAJOR_FAULTS]),
         read_bytes=_field(folder / "io", "read_bytes:"),
         swapped_bytes=_field(folder / "status", "VmSwap:") << 10,
         resident_bytes=_field(folder / "status", "VmRSS:") << 10,
-        mhz=_frequency(int(stat[_CORE])),
+        mhz=_frequency(int(stat[CORE])),
         threads=states.count("R"),
         all_threads=len(states),
     )
@@ -66,13 +66,8 @@ def _thread_states(folder: Path) -> list[str]:
     states = []
     for thread in folder.iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            states.append(_stat(thread / "stat")[_STATE])
+            states.append(stat_fields(thread)[STATE])
     return states
-
-
-def _stat(path: Path) -> list[str]:
-    """Return the fields of a process or thread after its name, which may hold spaces."""
-    return path.read_text().rpartition(") ")[2].split()
 
 
 def _field(path: Path, name: str) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torchestra.engine.diagnosis.facts import Process
 from torchestra.system.deadline import RunningClock
+from torchestra.system.proc import MAJOR_FAULTS, STATE, SYSTEM_TICKS, USER_TICKS, stat_fields
 
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -136,15 +137,17 @@ def _read(path: Path) -> str:
     return ""
 
 
-def _stat(path: Path) -> list[str]:
-    """Return the fields of a stat file from the state on (proc_pid_stat(5) calls that the third)."""
-    return _read(path).rpartition(")")[2].split()
+def _stat(folder: Path) -> list[str]:
+    """Return :func:`stat_fields`; an empty list if there are none."""
+    with contextlib.suppress(OSError):
+        return stat_fields(folder)
+    return []
 
 
 def _state(pid: int, thread: int) -> str:
     """Return the state of a thread; nothing if it is gone."""
-    fields = _stat(_PROC / str(pid) / "task" / str(thread) / "stat")
-    return fields[0] if fields else ""
+    fields = _stat(_PROC / str(pid) / "task" / str(thread))
+    return fields[STATE] if fields else ""
 
 
 def _sleeps_in(process: RankProcess) -> str:
@@ -153,11 +156,12 @@ def _sleeps_in(process: RankProcess) -> str:
 
 
 def _counters(process: RankProcess) -> _Counters:
-    fields = _stat(process.whole / "stat")
-    if len(fields) < 13:
+    fields = _stat(process.whole)
+    if len(fields) <= SYSTEM_TICKS:
         return _Counters(0, 0, 0, 0.0)
+    ticks = int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
     read = _values(process.whole / "io").get("read_bytes:", 0)
-    return _Counters(int(fields[11]) + int(fields[12]), int(fields[9]), read, _throttled(process.pid))
+    return _Counters(ticks, int(fields[MAJOR_FAULTS]), read, _throttled(process.pid))
 
 
 def _throttled(pid: int) -> float:

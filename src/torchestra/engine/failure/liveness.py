@@ -8,12 +8,12 @@ import signal
 import struct
 import threading
 import time
-from pathlib import Path
 from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.system.forking import forget_in_children
+from torchestra.system.proc import START, STATE, stat_fields
 from torchestra.system.readable import is_readable
 
 # struct pidfd_info of <linux/pidfd.h>, in its first version: the request mask, cgroup, ids, the exit status.
@@ -46,10 +46,9 @@ class Peers(Protocol):
 def process_start(pid: int) -> int:
     """Return when a process started, in clock ticks since boot, or -1 if there is none (or no /proc)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return int(stat_fields(f"/proc/{pid}")[START])
     except OSError:
         return -1
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
 def describe_status(status: int) -> str:
@@ -69,9 +68,8 @@ def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None
     While nobody has reaped it, /proc does; afterwards, since Linux 6.15, a pidfd opened before.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        fields = stat[stat.rindex(b")") + 2 :].split()
-        if fields[0] == b"Z" and int(fields[19]) == started:
+        fields = stat_fields(f"/proc/{pid}")
+        if fields[STATE] == "Z" and int(fields[START]) == started:
             return int(fields[-1])
     except (OSError, ValueError, IndexError):
         pass

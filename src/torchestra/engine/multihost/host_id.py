@@ -11,6 +11,7 @@ import os
 import socket
 
 from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.system.proc import boot_id
 
 HOST_VARIABLE = "TORCHESTRA_HOST_ID"
 """Overrides what the system says: processes with different values are on different hosts."""
@@ -28,11 +29,11 @@ def host_id() -> str:
     if host := os.environ.get(HOST_VARIABLE):
         return host
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+        namespace = os.readlink("/proc/self/ns/net")
     except OSError:
-        return socket.gethostname()
+        namespace = ""
+    boot = boot_id()
+    return f"{boot}/{namespace}" if boot and namespace else socket.gethostname()
 
 
 def host_name() -> str:

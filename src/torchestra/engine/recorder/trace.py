@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord, Span
+from torchestra.system.proc import boot_id
 
 Event = dict[str, Any]
 SPAN = "span"
@@ -80,10 +81,7 @@ def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def host_clock() -> str:
     """Return an id of this host's monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return boot_id() or socket.gethostname()
 
 
 def write_trace(path: str | os.PathLike[str], trace: dict[str, Any]) -> None:

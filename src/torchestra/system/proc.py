@@ -1,0 +1,31 @@
+"""What Linux's /proc tells of a process, and of this boot of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STATE, PARENT, MINOR_FAULTS, MAJOR_FAULTS, USER_TICKS, SYSTEM_TICKS, START, CORE = 0, 1, 7, 9, 11, 12, 19, 36
+"""Places in :func:`stat_fields`; times are in clock ticks, START since boot."""
+
+
+def stat_fields(folder: str | Path) -> list[str]:
+    """Return the fields of the stat file of a process or thread, from its state on.
+
+    Args:
+        folder: ``/proc/PID``, or ``/proc/PID/task/THREAD``.
+
+    Raises:
+        OSError: it has ended, or there is no /proc.
+    """
+    with open(f"{folder}/stat", "rb") as file:
+        # The name, in parentheses, may hold anything.
+        return file.read().rpartition(b")")[2].decode().split()
+
+
+def boot_id() -> str:
+    """Return what only this boot of this host has, in all its namespaces; empty where it is not told."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
