@@ -10,8 +10,6 @@ from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.tensors import checks
 from torchestra.world.init import AnyGroup, get_rank, is_initialized
 
-__all__ = ["member_of", "root_of", "sender_of", "warn_not_in_group"]
-
 
 def warn_not_in_group(group: NonMember, name: str, stacklevel: int = 4) -> None:
     """Warn, in torch's words and at the calling line, that a function does nothing on this rank."""

@@ -18,8 +18,6 @@ from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup
 from torchestra.world.traced import break_graph, default_while_traced
 
-__all__ = ["is_message_traced", "trace_in_place_of", "traced_member"]
-
 
 def trace_in_place_of(function: Callable[..., Any]) -> None:
     """Have torch.compile trace what stands here for a function, if anything does, and never itself."""

@@ -23,8 +23,6 @@ from torchestra.errors import InvalidArgumentError, named
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group
 
-__all__ = ["Window", "supports_windows"]
-
 # Tags of signals: from here on, one for each window of a group. Programs have no use for such numbers.
 _FIRST_TAG = 1 << 40
 _made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()

@@ -49,8 +49,6 @@ from torchestra.types import ReduceOp
 if TYPE_CHECKING:
     from torchestra.engine.prepared import PreparedKernel
 
-__all__ = ["MESSAGES", "SERVED", "Entries", "request_of_collective", "request_of_message"]
-
 _ANY_DTYPE = 1
 _OPS = tuple(getattr(ReduceOp, name) for name in ReduceOp._NAMES)
 

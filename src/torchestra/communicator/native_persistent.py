@@ -41,8 +41,6 @@ from torchestra.tensors.arguments import check_call
 from torchestra.tensors.override import OverriddenError
 from torchestra.types import ReduceOp, Timeout
 
-__all__ = ["persistent_collective", "persistent_message"]
-
 _KNOWN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -24,8 +24,6 @@ from torchestra.engine.native.object_files import open_own, say_once
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.system.cache_directories import candidates, choose, distrust
 
-__all__ = ["Table", "choices_for_group", "file_name", "forget", "keep", "table"]
-
 Table = Mapping[int, Choices]
 """Thresholds by the number of ranks of a group."""
 

@@ -24,8 +24,6 @@ from torchestra.tensors import checks
 from torchestra.types import Timeout
 from torchestra.world.registry import current_world
 
-__all__ = ["Message", "are_traced", "begin_receive", "begin_send"]
-
 
 @constant_while_traced
 def are_traced() -> bool:

@@ -17,8 +17,6 @@ import torch
 import torchestra as dist
 from torchestra.engine.kernels.selection import Choices
 
-__all__ = ["join_and_measure", "measure_thresholds"]
-
 _TURNS = 5
 _SETTINGS = 44  # about how many are timed
 _BETTER = 0.95

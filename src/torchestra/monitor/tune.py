@@ -12,8 +12,6 @@ from torchestra.errors import DistError, InvalidArgumentError
 if TYPE_CHECKING:
     from torchestra.engine.kernels.selection import Choices
 
-__all__ = ["add_arguments", "main"]
-
 _MAX_RANKS = 64
 _EPILOG = """\
 Small tensors take another algorithm than large ones, and large ones go in chunks; from which size on, and how

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torchestra.performance.calibration import Calibration
     from torchestra.performance.link_timing import LinkMeasurement
 
-__all__ = ["add_arguments", "main", "summary"]
-
 _PARTS = ("host", "link", "step")
 _WATCH_S = 0.5
 _BUSY, _TOO_BUSY = 0.05, 0.25

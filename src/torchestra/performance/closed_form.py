@@ -17,8 +17,6 @@ from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import Begin
 from torchestra.performance.workload import Operation, Pause, Step, Workload
 
-__all__ = ["estimate"]
-
 _CHUNK_BYTES = 1 << 20
 """Of each rail: as multihost/reduction.py cuts tensors."""
 

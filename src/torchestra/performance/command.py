@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torchestra.performance.machine import Machine
     from torchestra.performance.workload import Workload
 
-__all__ = ["add_arguments", "main"]
-
 _EPILOG = """\
 Schedules come from the algorithms themselves, which run with primitives that move no bytes; the times are
 those that `torchestra calibrate` has measured. --latency and --bandwidth replace those of the measured link.

@@ -33,8 +33,6 @@ from torchestra.store import HashStore
 from torchestra.transport.message import Message
 from torchestra.world.registry import thread_rank
 
-__all__ = ["Traffic", "control_traffic"]
-
 _SIZES = (16, 32)
 """Ranks of the small jobs that are counted."""
 

@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Action", "Cores", "EventQueue"]
-
 Action = Callable[[float], None]
 
 

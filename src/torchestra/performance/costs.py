@@ -19,8 +19,6 @@ from torchestra.performance.schedule import (
     WriteMiss,
 )
 
-__all__ = ["Costs", "StreamCosts"]
-
 
 class Costs:
     """The costs of events on a machine."""

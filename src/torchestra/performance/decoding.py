@@ -9,8 +9,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["decode", "encode"]
-
 
 def encode(value: Any) -> Any:
     """Return what ``json`` can write: dataclasses and mappings as objects, tuples as lists."""

@@ -34,8 +34,6 @@ from torchestra.performance.machine import Machine
 from torchestra.performance.prediction import steady_state, steady_state_seconds
 from torchestra.performance.workload import Operation
 
-__all__ = ["cells_to_fit", "fit_factors", "fit_host", "fit_link_operations", "fit_operations"]
-
 _SMALL_BYTES = 4
 _SMALL = (
     "barrier",

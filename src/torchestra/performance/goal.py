@@ -33,8 +33,6 @@ from torchestra.performance.schedule import (
     Stream,
 )
 
-__all__ = ["write_goal"]
-
 _Flag = tuple[int, int, int]
 """The rank that sets it, the rank that awaits it, and which of the setter's flags it is."""
 

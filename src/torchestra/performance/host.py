@@ -25,8 +25,6 @@ from torchestra.performance.rank_log import READ_CALL
 from torchestra.performance.sampling import Measured, check_quantile, summarise
 from torchestra.performance.workload import Operation
 
-__all__ = ["HostOptions", "Progress", "default_ranks", "measure_host"]
-
 Progress = Callable[[str], None]
 """Called with a line that says what is measured next."""
 

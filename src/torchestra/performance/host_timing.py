@@ -25,8 +25,6 @@ from torchestra.errors import DistBackendError
 from torchestra.performance import probes
 from torchestra.types import ReduceOp
 
-__all__ = ["CHUNK_BYTES", "RateSamples", "time_rates", "time_slices", "time_waits", "working_set_bytes"]
-
 CHUNK_BYTES = 128 << 10
 """The longest part of a tensor that goes through a buffer at once."""
 

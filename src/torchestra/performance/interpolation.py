@@ -9,19 +9,6 @@ from dataclasses import dataclass, fields
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = [
-    "OperationFactor",
-    "Rate",
-    "Slowdown",
-    "SwitchTime",
-    "check_numbers",
-    "factor_at",
-    "interpolated",
-    "is_fit",
-    "rate_at",
-    "slowdown_at",
-]
-
 
 @dataclass(frozen=True)
 class Rate:

@@ -35,8 +35,6 @@ from torchestra.performance.schedule import Overhead
 from torchestra.performance.workload import Operation
 from torchestra.system.proc import boot_id
 
-__all__ = ["LinkMeasurement", "MessageTimes", "OperationTime", "fit_costs", "fit_link", "measure_link"]
-
 _SIZES = (64, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 _LIMITS = (4 << 10, 64 << 10, 1 << 20)
 """The longest messages of the classes but the last. Up to 64 KB are one frame (multihost/curve_bridge.py)."""

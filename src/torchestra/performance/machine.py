@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from torchestra.errors import InvalidArgumentError
 from torchestra.performance.calibration import HostCalibration, LinkCalibration
 
-__all__ = ["Machine"]
-
 
 @dataclass(frozen=True)
 class Machine:

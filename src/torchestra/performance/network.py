@@ -18,8 +18,6 @@ from torchestra.performance.cores import Action, Cores, EventQueue
 from torchestra.performance.machine import Machine
 from torchestra.performance.schedule import Receive, Schedule, Send, Stream
 
-__all__ = ["Network"]
-
 _End = tuple[int, int]
 _Message = tuple[int, int, int]
 """The host, local rank and tag of messages that come in."""

@@ -15,8 +15,6 @@ import torch
 import torchestra as dist
 from torchestra.monitor.operation_timing import Call, Cell, prepare, time_call
 
-__all__ = ["LONG_S", "join_and_time", "time_rounds"]
-
 LONG_S = 0.05
 """An operation that takes longer is timed in one round."""
 

@@ -24,16 +24,6 @@ from torchestra.performance.schedule import (
 from torchestra.performance.simulation import Run, run
 from torchestra.performance.workload import Operation, Pause, Step, Workload
 
-__all__ = [
-    "Prediction",
-    "predict",
-    "predict_step",
-    "schedule_of",
-    "steady_state",
-    "steady_state_seconds",
-    "step_of",
-]
-
 
 @dataclass(frozen=True)
 class Prediction:

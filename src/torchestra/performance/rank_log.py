@@ -23,8 +23,6 @@ from torchestra.performance.schedule import (
 )
 from torchestra.performance.turns import wait_for
 
-__all__ = ["READ_CALL", "RankLog", "ThreadObserver", "current_log", "set_current_log"]
-
 _mine = threading.local()
 READ_CALL = "process_vm_readv"
 """What such a call takes besides its bytes, among the calibration's other costs."""

@@ -15,8 +15,6 @@ from torchestra.engine.recorder.trace import merged
 from torchestra.errors import InvalidArgumentError
 from torchestra.performance.workload import Operation, Pause
 
-__all__ = ["RecordedJob", "job_of", "read_job"]
-
 _NAMES = {
     "all_gather": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter_tensor",

@@ -19,8 +19,6 @@ from torchestra.engine.local import KERNELS
 from torchestra.engine.native import atomics
 from torchestra.engine.native.declarations import KernelSource
 
-__all__ = ["Observer", "recorded_kernels"]
-
 _MOVED_BYTES = 128 << 10
 """Pieces up to this are copied as well as recorded: ranks may tell each other by them how they go on."""
 

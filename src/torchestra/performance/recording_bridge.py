@@ -14,8 +14,6 @@ from torchestra.performance.rank_log import current_log
 from torchestra.performance.schedule import Receive, Send
 from torchestra.performance.turns import wait_for
 
-__all__ = ["Mailboxes", "RecordingBridge"]
-
 _MOVED_BYTES = 128 << 10
 """Messages up to this arrive; of longer ones only their length, since they hold nothing but the tensors."""
 

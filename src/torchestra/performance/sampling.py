@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["Measured", "check_quantile", "repeat", "summarise"]
-
 _MIN_SAMPLES = 5
 
 

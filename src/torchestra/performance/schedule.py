@@ -14,28 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = [
-    "AwaitFlag",
-    "AwaitSignal",
-    "Begin",
-    "Compute",
-    "Copy",
-    "Event",
-    "Fetch",
-    "LocalCopy",
-    "Overhead",
-    "PeerRead",
-    "Receive",
-    "Reduce",
-    "Schedule",
-    "Send",
-    "SetFlag",
-    "Signal",
-    "Stream",
-    "WriteMiss",
-    "shifted",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class _OnMemory:

@@ -32,8 +32,6 @@ from torchestra.performance.schedule import (
     Stream,
 )
 
-__all__ = ["replay"]
-
 _CONFIGURATION = ("network/model:CM02", "network/TCP-gamma:0", "contexts/factory:thread", "root.thres:error")
 """Bandwidth and latency as given, without the corrections for TCP over gigabit Ethernet."""
 

@@ -40,8 +40,6 @@ from torchestra.performance.schedule import (
     WriteMiss,
 )
 
-__all__ = ["Run", "StreamTimes", "run"]
-
 _LONGEST_SLICE_S = 0.001
 _SPIN_S, _YIELD_S = 30e-9, 300e-9
 """One round of a wait, while it spins and while it yields (kernels/selection.py:spin_policy)."""

@@ -30,8 +30,6 @@ from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.performance.calibration import StepCalibration, StepTimes
 from torchestra.performance.sampling import summarise
 
-__all__ = ["StepSamples", "load_step", "measure_step", "time_step"]
-
 _WARM_UP = 3  # steps; DistributedDataParallel makes its buckets anew after the first
 _BLOCK = 4  # steps of a kind that follow each other, the first of which does not count
 _MIN_BLOCKS, _MAX_BLOCKS = 3, 60

@@ -10,8 +10,6 @@ from rich.table import Table
 
 from torchestra.performance.workload import shown_bytes
 
-__all__ = ["show", "shown_seconds"]
-
 _TITLES = {"faults": "What faults cost", "buckets": "Bucket sizes", "thresholds": "Thresholds"}
 
 

@@ -9,8 +9,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchestra.performance.rank_log import current_log
 
-__all__ = ["TorchCopies"]
-
 
 class TorchCopies(TorchFunctionMode):
     """Within it, copies, concatenations and fills on this thread are written into the rank's log.

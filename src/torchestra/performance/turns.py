@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from torchestra.errors import DistError
 
-__all__ = ["run_in_turns", "wait_for"]
-
 
 class _Turns:
     """The state of one run: whose turn it is, and for what the others wait."""

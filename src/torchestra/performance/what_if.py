@@ -13,8 +13,6 @@ from torchestra.performance.machine import Machine
 from torchestra.performance.prediction import Prediction, predict
 from torchestra.performance.workload import Step, Workload, shown_bytes
 
-__all__ = ["Answer", "bucket_sweep", "fault_costs", "rebucketed", "threshold_sweep"]
-
 _STRAGGLER, _SLOW_LINK = 1.5, 0.5
 _BUCKETS = tuple(1 << power for power in range(20, 29))
 

@@ -12,8 +12,6 @@ from torchestra.engine.operations import COLLECTIVES, DTYPE_BYTES, Collective, S
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 
-__all__ = ["Operation", "Pause", "Step", "Workload"]
-
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _MAX_BYTES = 1 << 36
 

@@ -8,8 +8,6 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
-__all__ = ["Handler", "handler_of", "register_rendezvous_handler", "with_rank"]
-
 Handler = Callable[..., Iterator[Any]]
 """Takes a URL and ``timeout`` (a timedelta); yields ``(store, rank, world_size)`` whenever ranks meet."""
 

@@ -11,8 +11,6 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["without_collection"]
-
 
 def without_collection(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a module's ``__getattr__`` that calls ``load`` with the collector disabled."""

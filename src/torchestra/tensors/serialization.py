@@ -34,20 +34,6 @@ import torch
 
 from torchestra.tensors.contiguity import check_memory, check_storage
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_NUMBERS",
-    "OUT_OF_BAND",
-    "OutOfBand",
-    "Reducer",
-    "Serialized",
-    "deserialization_context",
-    "deserialize",
-    "reducer_in_progress",
-    "serialize",
-    "shared_offsets",
-]
-
 Reducer = Callable[[Any], Any]
 """Returns what ``__reduce__`` of an object would."""
 OutOfBand = tuple[torch.UntypedStorage, int, int]

@@ -13,8 +13,6 @@ from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.system.untraced import untraced
 from torchestra.world.registry import World, process_world
 
-__all__ = ["break_graph", "default_while_traced", "group_rank", "group_ranks", "group_size", "has_default"]
-
 AnyGroup = Union[ProcessGroup, NonMember]
 
 

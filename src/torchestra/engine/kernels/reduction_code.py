@@ -32,8 +32,6 @@ from torchestra.engine.kernels.reduction_table import (
 from torchestra.engine.native.intrinsic_code import ARM, X86, call_intrinsic
 from torchestra.engine.native.target import Target
 
-__all__ = ["write_reductions"]
-
 _VECTOR_BYTES = 256
 _WITH_OPERAND = (DIVIDE, SCALE)
 _I32, _I64 = ir.IntType(32), ir.IntType(64)

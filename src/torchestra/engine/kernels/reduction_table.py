@@ -4,26 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "AVG",
-    "BAND",
-    "BOR",
-    "BXOR",
-    "DIVIDE",
-    "ELEMENTS",
-    "MAX",
-    "MIN",
-    "NAMES",
-    "PRODUCT",
-    "SCALE",
-    "SUM",
-    "SWAP_MODE",
-    "Element",
-    "default_mode",
-    "functions",
-    "symbol",
-]
-
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "DIVIDE", "SCALE")
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, DIVIDE, SCALE = range(len(NAMES))
 SWAP_MODE = "float_mode.swap"

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from torchestra.system.deadline import Deadline
 
-__all__ = ["ReceiveCancelled", "Record", "Transfer", "Waiter"]
-
 
 class ReceiveCancelled(Exception):
     """In place of an error, of a receive that was taken back."""
