@@ -291,7 +291,7 @@ def test_a_block_that_was_retired_and_replaced_in_between_is_not_taken(
     table = Table()
 
     def exchange(address: int, expected: int, desired: int) -> int:
-        assert blocks.retire_block(table.entry)
+        shared_words.compare_exchange(table.entry + blocks.STATE, blocks.FREE, blocks.RETIRED)
         table.fill(*refilled)
         return shared_words.compare_exchange(address, expected, desired)
 
