@@ -96,7 +96,7 @@ def test_large_gradients_lie_in_shared_memory_in_every_step_and_are_the_averages
 def without_shared_memory(how: str) -> list[bool]:
     """Where one rank, or all, have ordinary memory for some gradients or all."""
     if how == "no allocator" and dist.get_rank() == 0:
-        torch_allocator._installed.cache_clear()
+        torch_allocator._outcome.cache_clear()
         torch_allocator._KNOWN = ((9, 0), (9, 1))
     wrapped = DistributedDataParallel(model())
     kept = []

@@ -41,7 +41,7 @@ _VARIABLE = "TORCHESTRA_ALLOCATOR"
 if os.environ.get(_VARIABLE, "") not in ("", "torch", "torchestra"):
     raise ValueError(f"{_VARIABLE} must be 'torch' or 'torchestra', got {os.environ[_VARIABLE]!r}")
 _MOST_BLOCKS = 1024
-_KNOWN = (2, 6), (2, 15)
+_KNOWN = (2, 10), (2, 15)
 _VIRTUAL_FUNCTIONS = 6  # two destructors, allocate, is_simple_data_ptr, raw_deleter, copy_data
 _ALLOCATE_AT, _DELETER_AT = 2, 4
 _GET, _GET_DEFAULT = "_ZN3c1015GetCPUAllocatorEv", "_ZN3c1022GetDefaultCPUAllocatorEv"
@@ -164,6 +164,7 @@ def _retire(entry: int) -> bool:
 
 
 _alive: list[Any] = []
+_installing = threading.Lock()
 
 
 def _kept(array: Any) -> Any:
@@ -227,11 +228,16 @@ def _code_of(library: ctypes.CDLL) -> range:
 
 
 @functools.cache
-def _installed() -> tuple[_Allocator | None, str]:
+def _outcome() -> tuple[_Allocator | None, str]:
     try:
         return _Allocator(), ""
     except (_UnknownError, OSError, KeyError, ValueError) as error:
         return None, str(error)
+
+
+def _installed() -> tuple[_Allocator | None, str]:
+    with _installing:  # of two threads the second would find the first one's allocator in place of torch's
+        return _outcome()
 
 
 def why_not() -> str:
