@@ -1,25 +1,30 @@
-"""Programs that begin with torch loaded: `python -m MODULE` without the seconds that a new interpreter takes.
+"""Programs that begin with torch loaded, without the seconds that a new interpreter takes for it.
 
-A server, which is a fresh interpreter with a single thread, loads what programs need once, and forks them.
-Each finds the arguments, environment, working directory and standard files that it would find as a program of
-its own, and is used as any other :class:`subprocess.Popen`. It is no child of the test's process but of the
-server's, which tells its exit code. When the test's process has ended, the server kills what is left, and
-ends.
+They are what an interpreter is given as ``-m MODULE``, ``-c TEXT`` or a path. A server, which is
+a fresh interpreter with a single thread, loads what programs need once, and forks them. Each finds the
+arguments, environment, working directory and files that it would find as a program of its own, and is used as
+any other :class:`subprocess.Popen`. It is no child of the test's process but of the server's, which tells its
+exit code. When the test's process has ended, the server kills what is left, and ends.
 
-Not the same as in a new interpreter are ``sys.flags``, and what is loaded already. Where that matters a
-test starts an interpreter.
+Not the same as in a new interpreter are ``sys.flags``, ``os.getppid()``, and what is loaded already: of the
+environment's variables that libraries read when they are loaded, only OMP_NUM_THREADS is obeyed. Where that
+matters a test starts an interpreter.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
+import fcntl
 import gc
 import inspect
+import io
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -27,35 +32,49 @@ import struct
 import subprocess
 import sys
 import threading
+import tokenize
 import traceback
+import types
 import weakref
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NoReturn, cast
 
 TAG = "TORCHESTRA_TEST_TAG"  # by which the fixture nothing_left knows processes
 _NO_TAG = "0" * 32
+_SERVER = "TORCHESTRA_TEST_WARM"  # where the server is found by a program that it has forked
 
-# Of the process with that id, which has started it.
-_server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
+# Of the process with that id, which has started it, or is a program of it.
+_server: tuple[int, socket.socket] | None = None
 _lock = threading.Lock()
+_SIGNATURE = inspect.signature(subprocess.Popen._execute_child)
 
 
-class WarmProgram(subprocess.Popen[str]):
-    """Run ``[sys.executable, "-m", MODULE, ...]``, forked from the server; arguments are Popen's."""
+class WarmProgram(subprocess.Popen[Any]):
+    """Run what an interpreter is, ``[sys.executable, ...]``, forked from the server; options are Popen's.
+
+    Attributes:
+        nested: whether interpreters that the program starts with subprocess are forked as well.
+    """
+
+    nested = False
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         """Have the server fork the program, where Popen would start one."""
-        options = inspect.signature(subprocess.Popen._execute_child).bind(self, *given, **named).arguments
-        command = options["args"]
-        assert command[:2] == [sys.executable, "-m"], f"not a module: {command}"
-        assert options["preexec_fn"] is None, "a forked program calls no preexec_fn"
-        assert not options["pass_fds"], "a forked program gets no other files"
+        options = _SIGNATURE.bind(self, *given, **named).arguments
+        command = [os.fspath(each) for each in options["args"]]
+        assert is_python(command), f"neither a module, a program nor a script for this interpreter: {command}"
+        preexec_fn, group = options["preexec_fn"], options.get("process_group", -1)
+        assert preexec_fn in (None, os.setpgrp), "a forked program calls no preexec_fn"
+        kept: list[int] = sorted(options["pass_fds"])
         environment = dict(os.environ if options["env"] is None else options["env"])
         request = {
-            "module": command[2],
-            "arguments": command[3:],
+            "command": command[1:],
             "environment": environment,
             "directory": os.fspath(options["cwd"] or os.getcwd()),
             "new_session": options["start_new_session"],
+            "new_group": preexec_fn is not None or group == 0,
+            "kept": kept,
+            "nested": self.nested,
         }
         ours = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         files = [each if each != -1 else standard for standard, each in enumerate(ours)]
@@ -63,14 +82,14 @@ class WarmProgram(subprocess.Popen[str]):
         with _lock:
             server = _connection()
             text = json.dumps(request).encode()
-            socket.send_fds(server, [struct.pack("=Q", len(text))], [*files, theirs])
+            socket.send_fds(server, [struct.pack("=Q", len(text))], [theirs, *files, *kept])
             server.sendall(text)
             (self.pid,) = struct.unpack("=Q", _exactly(server, 8))
         os.close(theirs)
         self._child_created = True
         self._close_pipe_fds(*(options[name] for name in _PIPES))
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
         """Return the exit code if it has ended."""
         if self.returncode is None and self._child_created and select.select([self._status], [], [], 0)[0]:
             told = os.read(self._status, 4)
@@ -86,6 +105,69 @@ class WarmProgram(subprocess.Popen[str]):
         return self.returncode
 
 
+class WarmIfPython(WarmProgram):
+    """Run any command as Popen does, but fork what is for this interpreter."""
+
+    def _execute_child(self, *given: Any, **named: Any) -> None:
+        options = _SIGNATURE.bind(self, *given, **named).arguments
+        self._warm = not options["shell"] and is_python(options["args"])
+        run = super() if self._warm else super(WarmProgram, self)
+        run._execute_child(*given, **named)
+
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
+        poll = super() if getattr(self, "_warm", True) else super(WarmProgram, self)
+        return poll._internal_poll(*given, **named)
+
+    def _wait(self, timeout: float | None) -> int:
+        wait = super() if self._warm else super(WarmProgram, self)
+        return wait._wait(timeout)
+
+
+class NestedWarm(WarmIfPython):
+    """Run any command as Popen does, but fork what is for this interpreter, and what that starts."""
+
+    nested = True
+
+
+class WarmSubprocess:
+    """Stands for the module subprocess where a test wants what some module starts to be forked."""
+
+    Popen = WarmIfPython
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
+def run_warm(
+    command: Sequence[Any],
+    *,
+    timeout: float,
+    capture_output: bool = False,
+    nested: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Run a program as :func:`subprocess.run` does, but forked; with ``nested``, what it starts too."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with (NestedWarm if nested else WarmProgram)(command, **options) as program:
+        try:
+            out, err = program.communicate(timeout=timeout)
+        except BaseException:
+            program.kill()
+            raise
+    return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+def is_python(command: Any) -> bool:
+    """Return whether a command is this interpreter with a module, a text or a script; -u may come first."""
+    if isinstance(command, (str, bytes)) or not (words := [str(each) for each in command]):
+        return False
+    interpreter, *options = words
+    first, *others = options[options[:1] == ["-u"] :] or ["-"]
+    own = first in ("-m", "-c") and others != []
+    return interpreter == sys.executable and (own or not first.startswith("-"))
+
+
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
@@ -93,20 +175,24 @@ def _connection() -> socket.socket:
     """Return the connection to this process's server, which is started if need be."""
     global _server
     if _server is None or _server[0] != os.getpid():
-        ours, theirs = socket.socketpair()
-        program = f"import sys; sys.path[:] = {sys.path!r}; import warm_programs; warm_programs.serve()"
-        environment = {**os.environ, TAG: _NO_TAG}
-        with theirs:
-            process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, env=environment)
-        _server = os.getpid(), ours, process
-        atexit.register(_stop_server)
+        if address := os.environ.get(_SERVER):
+            ours = socket.socket(socket.AF_UNIX)
+            ours.connect("\0" + address)
+        else:
+            ours, theirs = socket.socketpair()
+            program = f"import sys; sys.path[:] = {sys.path!r}; import warm_programs; warm_programs.serve()"
+            environment = {**os.environ, TAG: _NO_TAG}
+            with theirs:
+                process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, env=environment)
+            atexit.register(_stop_server, os.getpid(), ours, process)
+        _server = os.getpid(), ours
     return _server[1]
 
 
-def _stop_server() -> None:
-    if _server is not None and _server[0] == os.getpid():
-        _server[1].close()
-        _server[2].wait()
+def _stop_server(pid: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    if pid == os.getpid():
+        connection.close()
+        process.wait()
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:
@@ -119,10 +205,14 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def serve() -> NoReturn:
-    """Fork programs, as they are asked for by standard input, a socket, until that is closed."""
-    connection = socket.socket(fileno=os.dup(0))
+    """Fork programs, as they are asked for by standard input, a socket, until that is closed.
+
+    The programs themselves may ask too.
+    """
+    connections = [socket.socket(fileno=os.dup(0))]
     quiet = os.open(os.devnull, os.O_RDWR)
     os.dup2(quiet, 0)
+    os.close(quiet)
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     tag: int = libc.getenv(TAG.encode())  # in the memory that /proc/PID/environ shows
@@ -132,26 +222,42 @@ def serve() -> NoReturn:
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test's process
+    listener = socket.socket(socket.AF_UNIX)
+    address = f"torchestra-test-{secrets.token_hex(16)}"
+    listener.bind("\0" + address)
+    listener.listen()
     try:
         while True:
-            ready = select.select([connection, wakes], [], [])[0]
+            ready = select.select([*connections, listener, wakes], [], [])[0]
             if wakes in ready:
                 os.read(wakes, 4096)
                 _tell_ended(statuses)
-            if connection in ready:
-                header, files, *_ = socket.recv_fds(connection, 8, 4)
-                if not header:
-                    break
-                request = json.loads(_exactly(connection, struct.unpack("=Q", header)[0]))
+            if listener in ready:
+                connections.append(listener.accept()[0])
+            for connection in [each for each in connections if each in ready]:
+                try:
+                    header, files, *_ = socket.recv_fds(connection, 8, 64)
+                    text = _exactly(connection, struct.unpack("=Q", header)[0]) if header else b""
+                except ConnectionError:  # it was killed meanwhile
+                    text = b""
+                if not text and connection is connections[0]:
+                    return
+                if not text:
+                    connections.remove(connection)
+                    connection.close()
+                    continue
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
-                    for each in (connection.detach(), wakes, waker, quiet, *statuses.values(), files[3]):
-                        os.close(each)
-                    _become(request, files[:3], tag)
-                for each in files[:3]:
-                    os.close(each)
-                statuses[pid] = files[3]
-                connection.sendall(struct.pack("=Q", pid))
+                    for each in (*connections, listener):
+                        each.close()
+                    for number in (wakes, waker, *statuses.values(), files[0]):
+                        os.close(number)
+                    _become(json.loads(text), files[1:], tag, address)
+                for number in files[1:]:
+                    os.close(number)
+                statuses[pid] = files[0]
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(struct.pack("=Q", pid))
     finally:
         for pid in statuses:
             with contextlib.suppress(ProcessLookupError):
@@ -170,6 +276,8 @@ def _load() -> None:
     from torchestra.launcher import command
 
     assert torch.is_tensor(torch.zeros(1))
+    with contextlib.suppress(ImportError):
+        import sklearn.datasets  # noqa: F401, for the examples, each of whose ranks would load it
     for name in torchestra.__all__:
         getattr(torchestra, name)
     assert command is not None
@@ -194,26 +302,32 @@ def _tell_ended(statuses: dict[int, int]) -> None:
             os.close(file)
 
 
-def _become(request: dict[str, Any], files: list[int], tag: int) -> NoReturn:
+def _become(request: dict[str, Any], files: list[int], tag: int, server: str) -> NoReturn:
     """Be the program, from its beginning to its end."""
+    import torch
+
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
+    _move(files, [0, 1, 2, *request["kept"]])
     if request["new_session"]:
         os.setsid()
+    elif request["new_group"]:
+        os.setpgrp()
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.environ.pop(_SERVER, None)
+    if request["nested"]:
+        os.environ[_SERVER] = server
+        subprocess.Popen = NestedWarm
     if (own := os.environ.get(TAG)) is not None:
         assert len(own) == len(_NO_TAG)
         ctypes.memmove(tag, own.encode(), len(own))
     os.chdir(request["directory"])
-    sys.path[:] = [request["directory"], *_added(request["environment"]), *sys.path]
-    sys.argv = [request["module"], *request["arguments"]]
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        torch.set_num_threads(int(threads))
     code = 0
     try:
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        _run(request["command"], _added(request["environment"]))
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -231,6 +345,43 @@ def _become(request: dict[str, Any], files: list[int], tag: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code & 0xFF)
+
+
+def _move(files: list[int], places: list[int]) -> None:
+    """Give open files the numbers that the program shall find them at."""
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, max(places) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, place in zip(apart, places, strict=True):
+        os.dup2(file, place)
+        os.close(file)
+
+
+def _run(command: list[str], added: list[str]) -> None:
+    """Run what an interpreter would with these arguments."""
+    if command[0] == "-u":
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115, for all its life
+            setattr(sys, name, io.TextIOWrapper(cast(BinaryIO, raw), write_through=True))
+        command = command[1:]
+    if command[0] == "-m":
+        sys.path[:] = [os.getcwd(), *added, *sys.path]
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    if command[0] == "-c":
+        folder, name, text = "", "<string>", command[1]
+        sys.argv = ["-c", *command[2:]]
+    else:
+        folder, name = os.path.dirname(os.path.realpath(command[0])), command[0]
+        main.__file__ = name
+        with tokenize.open(name) as file:
+            text = file.read()
+        sys.argv = command
+    sys.path[:] = [folder, *added, *sys.path]
+    exec(compile(text, name, "exec"), vars(main))
 
 
 def _added(environment: dict[str, str]) -> list[str]:

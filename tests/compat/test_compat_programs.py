@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -20,6 +19,7 @@ from torchestra.nn import SyncBatchNorm
 from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.optim import ZeroRedundancyOptimizer
 from torchestra.rpc import profiling
+from warm_programs import run_warm
 
 TRAIN = r'''
 """As people write them for torchrun."""
@@ -146,14 +146,14 @@ dist.destroy_process_group()
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, *command],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(Path(torchestra.__file__).parents[1])},
         timeout=250,
         text=True,
         capture_output=True,
-        check=False,
+        nested=True,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from warm_programs import run_warm
 
 PROGRAM = """
 import os
@@ -28,12 +29,12 @@ def test_ranks_that_torchrun_starts_again_meet(tmp_path: Path, nothing_left) -> 
     script = tmp_path / "job.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    done = run_warm(
         [*command, "--max-restarts", "1", "--monitor-interval", "0.1", str(script)],
         capture_output=True,
         text=True,
         timeout=110,
-        check=False,
+        nested=True,
     )
     assert done.returncode == 0, done.stderr
     # Two processes write to one pipe, so their lines may run into each other.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from warm_programs import TAG, WarmProgram
+from warm_programs import TAG, NestedWarm, WarmIfPython, WarmProgram, is_python, run_warm
 
 PROGRAM = """
 import os, sys
@@ -68,3 +68,77 @@ def test_it_can_be_waited_for_and_killed_and_what_is_left_behind_is_found(
     program.communicate(timeout=100)
     assert program.returncode == -signal.SIGKILL
     nothing_left()
+
+
+TELLING = """
+import os, sys
+main = sys.modules["__main__"]
+pipe = int(os.environ.get("PIPE", "-1"))
+if pipe >= 0:
+    os.write(pipe, b"kept")
+print(sys.argv[1:], sys.path[0], vars(main) is globals(), getattr(main, "__file__", None))
+"""
+
+
+def test_a_script_and_a_text_find_what_an_interpreter_gives_them(tmp_path: Path) -> None:
+    """The same as a new interpreter, which is run here too."""
+    script = tmp_path / "a script.py"
+    script.write_text(TELLING)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "more")}
+    for command in ([str(script), "x"], ["-c", TELLING, "-m", "y"]):
+        told = [
+            run([sys.executable, *command], env=environment, text=True, timeout=100, capture_output=True)
+            for run in (run_warm, subprocess.run)
+        ]
+        assert told[0].stdout == told[1].stdout != "", told
+        assert told[0].returncode == told[1].returncode == 0
+
+
+def test_it_has_as_many_threads_as_its_environment_says() -> None:
+    for number in ("1", "3"):
+        command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+        environment = {**os.environ, "OMP_NUM_THREADS": number}
+        assert (
+            run_warm(command, env=environment, text=True, timeout=100, capture_output=True).stdout
+            == f"{number}\n"
+        )
+
+
+def test_open_files_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.pipe()
+    monkeypatch.setenv("PIPE", str(theirs))
+    with WarmProgram(
+        [sys.executable, "-c", TELLING], stdout=subprocess.DEVNULL, pass_fds=[theirs]
+    ) as program:
+        os.close(theirs)
+        assert os.read(ours, 10) == b"kept"
+        assert os.read(ours, 10) == b""
+    os.close(ours)
+    assert program.returncode == 0
+
+
+STARTING = """
+import subprocess, sys
+command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+told = subprocess.run(command, capture_output=True)
+other = subprocess.run(["sh", "-c", "echo other; exit 3"], capture_output=True, text=True)
+print(told.stdout.decode().strip(), other.stdout.strip(), other.returncode)
+"""
+
+
+@pytest.mark.parametrize(("kind", "loaded"), [(NestedWarm, True), (WarmIfPython, False)])
+def test_what_a_program_starts_is_forked_too_where_that_is_asked_for(kind: Any, loaded: bool) -> None:
+    with kind([sys.executable, "-c", STARTING], stdout=subprocess.PIPE, text=True) as program:
+        assert program.communicate(timeout=100)[0] == f"{loaded} other 3\n"
+
+
+def test_only_what_a_forked_program_can_be_is_forked() -> None:
+    for arguments in (["-m", "this"], ["-c", ""], ["script.py", "-x"], ["-u", "script.py"]):
+        assert is_python([sys.executable, *arguments])
+    for command in (
+        [sys.executable],
+        [sys.executable, "-B", "script.py"],
+        [sys.executable, "-m"],
+        ["sh", "-c", ""],
+    ):
+        assert not is_python(command)
