@@ -6,7 +6,6 @@ import argparse
 import copy
 import importlib.util
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ import torch._dynamo  # what an optimizer imports when it is first made; here, s
 import torchestra as dist
 from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.optim import ZeroRedundancyOptimizer
+from warm_programs import run_warm
 from worlds import run
 
 pytest.importorskip("sklearn")
@@ -64,7 +64,7 @@ def test_an_epoch_is_that_of_one_process(example: ModuleType) -> None:
 def test_it_runs_under_the_launcher() -> None:
     launched = [sys.executable, "-m", "torchestra", "run", "--nproc", "2", str(SCRIPT)]
     arguments = ["--epochs", "2", "--require-accuracy", "0.5"]
-    ended = subprocess.run([*launched, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    ended = run_warm([*launched, *arguments], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert "steps by rank: 30, 60" in ended.stdout
     assert "those of one process" in ended.stdout

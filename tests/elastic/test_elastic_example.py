@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from warm_programs import run_warm
 
 pytest.importorskip("sklearn")
 
@@ -19,9 +20,7 @@ def test_the_example_loses_ranks_that_are_replaced_and_nothing_else() -> None:
     launched = [sys.executable, "-m", "torchestra", "run", "--nproc", "3", "--elastic", "1:3"]
     restarts = ["--max-restarts", "2", str(SCRIPT)]
     arguments = ["--steps", "8", "--kills", "2", "--minimum", "3", "--require-accuracy", "0.1"]
-    ended = subprocess.run(
-        [*launched, *restarts, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    ended = run_warm([*launched, *restarts, *arguments], capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 0, ended.stderr
     # A rank 0 that is a replacement does not tell of the change by which it came.
     assert re.search(r"lost \[\d\], joined \[\d\], 3 ranks go on after", ended.stdout)

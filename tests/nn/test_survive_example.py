@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from warm_programs import run_warm
 
 pytest.importorskip("sklearn")
 
@@ -19,9 +20,7 @@ def test_training_goes_on_when_ranks_are_killed() -> None:
     """First the rank that was rank 0, then another, which has a new number by then."""
     launched = [sys.executable, "-m", "torchestra", "run", "--nproc", "4", "--max-failures", "2", str(SCRIPT)]
     arguments = ["--epochs", "2", "--kill", "0@5", "--kill", "3@30", "--require-accuracy", "0.8"]
-    ended = subprocess.run(
-        [*launched, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    ended = run_warm([*launched, *arguments], capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 0, ended.stderr
     lines = [line.partition("] ")[2] for line in ended.stdout.splitlines()]
     went_on = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from warm_programs import run_warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 100
@@ -15,9 +16,7 @@ SECONDS = 100
 def run_example(name: str, nproc: int, *arguments: str) -> list[str]:
     """Return what the first rank has printed."""
     command = [sys.executable, "-m", "torchestra", "run", "--nproc", str(nproc), str(EXAMPLES / name)]
-    ended = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    ended = run_warm([*command, *arguments], capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 0, ended.stderr
     return [line.partition("] ")[2] for line in ended.stdout.splitlines()]
 
