@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import textwrap
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torchestra
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.errors import LaunchTimeoutError, RankError
+from torchestra.launcher import fork_server_client
 from torchestra.launcher.failure_report import conclude
 from torchestra.launcher.job import Job
 from torchestra.launcher.launched_job import LaunchedJob
@@ -31,6 +33,7 @@ from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.replacements import ElasticLimits, Replacements
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.store.replicated import server
+from warm_programs import WarmSubprocess
 
 
 class RayError(Exception):
@@ -151,8 +154,9 @@ class Stage(Placement):
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
-    """Make a stage. Where the actors would ask Ray, they find nothing special."""
+    """Make a stage. Where the actors would ask Ray, they find nothing special. Fork servers are forked."""
     monkeypatch.setattr("torchestra.launcher.on_ray.actor._search_path", lambda: tuple(sys.path))
+    monkeypatch.setattr(fork_server_client, "subprocess", WarmSubprocess())
     stages: list[Stage] = []
 
     def make(ranks: int, spares: int = 0) -> Stage:
@@ -251,6 +255,7 @@ def test_a_script_that_is_not_on_the_node_is_an_error_with_its_host(stage, tmp_p
 
 def test_a_rank_that_is_stopped_before_it_exists_never_starts(stage, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("torchestra.launcher.on_ray.backend._LAST_WAIT_S", 1e9)
+    monkeypatch.setattr(fork_server_client, "subprocess", subprocess)  # a server that is not ready at once
 
     def wait() -> None:
         (tmp_path / "started").touch()
