@@ -8,6 +8,7 @@ from benchmarks.interop import measure_interop
 from benchmarks.options import BenchOptions
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(300)  # as long as the script may take
 def test_everything_is_measured_on_both_backends_and_losses_agree() -> None:
     table, notes = measure_interop(BenchOptions(nproc=(2,), seconds=0.001, rounds=1))

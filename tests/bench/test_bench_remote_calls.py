@@ -9,6 +9,7 @@ from benchmarks.options import BenchOptions
 from benchmarks.remote_calls import measure_remote_calls
 
 
+@pytest.mark.usefixtures("forked")
 def test_remote_calls_are_measured_for_every_workload_and_both_libraries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

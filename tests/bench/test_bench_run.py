@@ -16,6 +16,7 @@ from benchmarks.startup import launch_time
 from benchmarks.worker_processes import PeerError
 
 
+@pytest.mark.usefixtures("forked")
 def test_gloo_is_measured_in_every_operation_and_its_results_are_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen: list[tuple[str, int, int]] = []
@@ -32,6 +33,7 @@ def test_gloo_is_measured_in_every_operation_and_its_results_are_right(tmp_path,
     assert seen[-1][2] == len(cells)
 
 
+@pytest.mark.usefixtures("forked")
 def test_torchestra_is_measured_on_ordinary_and_on_symmetric_tensors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = BenchOptions(
@@ -51,6 +53,7 @@ def test_torchestra_is_measured_on_ordinary_and_on_symmetric_tensors(tmp_path, m
     assert measured == {"all_reduce": both, "all_gather": both, "send_recv": both, "barrier": {"torchestra"}}
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_command_prints_a_table_writes_its_files_and_tells_who_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()
@@ -74,6 +77,7 @@ def test_the_command_prints_a_table_writes_its_files_and_tells_who_is_missing(tm
     assert data["cells"][0]["peers"]["gloo"]["right"] is True
 
 
+@pytest.mark.usefixtures("forked")
 def test_cells_that_do_not_fit_into_memory_are_left_out_with_a_note(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.run.available_memory", lambda: 100_000)
