@@ -161,5 +161,5 @@ def test_a_listener_that_is_closed_replaces_no_descriptor(monkeypatch: pytest.Mo
         replaced: list[int] = []
         with one, other, monkeypatch.context() as patches:
             patches.setattr(os, "dup2", lambda _, to, **named: replaced.append(to))
-            assert not listener.prove(one.fileno()).has_ended
+            assert not listener.prove(one.fileno(), 1).has_ended
         assert replaced == []

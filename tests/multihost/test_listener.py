@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from torchestra.transport import listener as listeners
 from torchestra.transport.listener import Listener
 
 
@@ -54,7 +56,7 @@ def test_who_has_proved_itself_is_not_taken_for_who_had_its_descriptor(
     rank, accepted = connection(listener)
     stranger, other = connection(listener)
     with rank, accepted, stranger, other:
-        listener.prove(accepted.fileno())
+        listener.prove(accepted.fileno(), 1)
         listener.monitor = Told(
             (zmq.EVENT_ACCEPTED, accepted.fileno()),  # a stranger, that ended
             (zmq.EVENT_DISCONNECTED, accepted.fileno()),
@@ -79,8 +81,8 @@ def test_who_was_shut_down_proves_nothing(listener: Listener) -> None:
         listener._read_events()
         listener._end(accepted.fileno())
         assert rank.recv(1) == b"", "the rank was not shut down"
-        assert listener.prove(accepted.fileno()) is None
-        assert listener.prove(again.fileno()) is not None
+        assert listener.prove(accepted.fileno(), 1) is None
+        assert listener.prove(again.fileno(), 2) is not None
 
 
 def test_a_connection_that_zeromq_has_closed_proves_nothing(listener: Listener) -> None:
@@ -89,4 +91,55 @@ def test_a_connection_that_zeromq_has_closed_proves_nothing(listener: Listener) 
     descriptor = accepted.fileno()
     with rank:
         accepted.close()
-        assert listener.prove(descriptor) is None
+        assert listener.prove(descriptor, 1) is None
+
+
+def test_who_comes_from_an_expected_ranks_port_is_shut_down_last(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "MAX_UNAUTHENTICATED", 3)
+    with contextlib.ExitStack() as stack:
+        ends = [connection(listener) for _ in range(20)]
+        for came, accepted in ends:
+            stack.enter_context(came)
+            stack.enter_context(accepted)
+        known = ends[:3]
+        listener.known_ports = {came.getsockname()[1] for came, _ in known}
+        listener.monitor = Told(*((zmq.EVENT_ACCEPTED, accepted.fileno()) for _, accepted in ends))
+        listener._read_events()
+        assert [is_shut(came) for came, _ in known] == [False] * 3
+        assert all(is_shut(came) for came, _ in ends[3:]), "more are there than there may be"
+
+
+def test_none_of_those_who_may_have_said_hello_is_shut_down(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose the key is that was found right cannot be told before the first message comes.
+
+    Shut down meanwhile, its message may come when another connection has its descriptor: the rank would be
+    taken for connected, and the port shut before it can connect again.
+    """
+    monkeypatch.setattr(listeners, "MAX_UNAUTHENTICATED", 2)
+    with contextlib.ExitStack() as stack:
+        ends = [connection(listener) for _ in range(20)]
+        for came, accepted in ends:
+            stack.enter_context(came)
+            stack.enter_context(accepted)
+        there, later = ends[:2], ends[2:]
+        listener.monitor = Told(*((zmq.EVENT_ACCEPTED, accepted.fileno()) for _, accepted in there))
+        listener.hold(7)
+        listener.monitor = Told(*((zmq.EVENT_ACCEPTED, accepted.fileno()) for _, accepted in later))
+        listener._read_events()
+        assert [is_shut(came) for came, _ in there] == [False] * 2
+        assert [is_shut(came) for came, _ in later] == [True] * len(later)
+        assert listener.prove(there[1][1].fileno(), 7) is not None
+        assert not listener._held
+
+
+def is_shut(end: socket.socket) -> bool:
+    """Return whether the other end has shut a connection down."""
+    end.setblocking(False)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False

@@ -44,7 +44,7 @@ from torchestra.rpc import calls, departing, router, starting, termination
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.peer import Peer
-from torchestra.transport import event_loop, pair
+from torchestra.transport import event_loop, pair, source_port
 from torchestra.transport.pair import PairConnection
 from verification.simulation.endpoints import SimulatedSharedMemory
 from verification.simulation.polling import SimulatedSelect, SimulatedSelectors
@@ -167,6 +167,7 @@ def simulated() -> Iterator[None]:
         for place, name, replacement in (
             (event_loop, "Listener", SimulatedListener),
             (event_loop, "Inbox", SimulatedInbox),
+            (source_port, "_PORTS", 0),  # the system's, and there are no strangers
             (pair, "recv_monitor_message", recv_monitor_message),
             (joining, "spin_policy", _impatient),
             (shrinking, "spin_policy", _impatient),

@@ -384,7 +384,10 @@ class SimulatedListener:
         self._inbox.listen(self._where)
         self._inbox.open()
 
-    def prove(self, descriptor: _Connection) -> _Incoming:
+    def hold(self, number: int) -> None:
+        pass
+
+    def prove(self, descriptor: _Connection, number: int) -> _Incoming:
         return descriptor.incoming
 
     def check(self, expected: int) -> None:

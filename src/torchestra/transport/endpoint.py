@@ -12,7 +12,7 @@ with these. Nobody without such a key gets a message through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import zmq
@@ -85,8 +85,12 @@ class ZapAuthenticator:
         self.refused = 0
         self._accepted = 0
 
-    def answer(self) -> None:
-        """Answer the requests that have come."""
+    def answer(self, admitting: Callable[[int], None]) -> None:
+        """Answer the requests that have come.
+
+        Args:
+            admitting: called with the number of a connection before that is admitted.
+        """
         while True:
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -101,5 +105,6 @@ class ZapAuthenticator:
                 self.socket.send_multipart([version, request_id, b"400", b"not expected", b"", b""])
             else:
                 self._accepted += 1
+                admitting(self._accepted)
                 user = b"%d %d" % (rank, self._accepted)
                 self.socket.send_multipart([version, request_id, b"200", b"", user, b""])

@@ -35,11 +35,11 @@ from torchestra.transport.listener import Listener
 from torchestra.transport.message import Message
 from torchestra.transport.pair import PairConnection
 from torchestra.transport.sockets import incoming_socket, outgoing_socket
+from torchestra.transport.source_port import Identity, source_ports
 
 TICK, _IDLE_TICK = 0.05, 0.2
 _MEETING_TICK = 0.002
 _LONGEST_TICK = 0.5
-_RETRY_SECONDS = 0.25
 LINGER_SECONDS = 2.0
 _FRAMES_AT_ONCE = 256
 _MAX_EXPECTED_AT_ONCE = 64
@@ -103,17 +103,18 @@ class EventLoop:
         self.linger_s = LINGER_SECONDS
         self._thread: threading.Thread | None = None
         self._listener: Listener | None = None
+        self._identity: Identity | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._receiving = TryLock()
         self._missed_input = False  # the thread could not receive, as another one did
         try:
             self._context.set(zmq.MAX_SOCKETS, 65536)
-            self._public, self._private = zmq.curve_keypair()
+            self._identity = Identity(is_ipv6=":" in address, not_from=ports)
             self.authenticator = ZapAuthenticator(self._context)
-            self._socket = incoming_socket(self._context, address, self._private)
+            self._socket = incoming_socket(self._context, address, self._identity.private)
             self._listener = listener = Listener(self._socket, address, ports)
-            self.endpoint = EndpointRecord(listener.endpoint, self._public)
+            self.endpoint = EndpointRecord(listener.endpoint, self._identity.public)
             self._inbox, self._descriptor = Inbox(self._socket), self._socket.fileno()
             self._arrival = select.poll()  # for other threads
             self._arrival.register(self._descriptor, select.POLLIN)
@@ -132,7 +133,7 @@ class EventLoop:
                 return False
             new = {rank: each for rank, each in endpoints.items() if rank not in self._endpoints}
             self._endpoints |= new
-            self.authenticator.ranks = {each.key: rank for rank, each in self._endpoints.items()}
+            self._admit_endpoints()
             if connect:
                 for rank in new:
                     self.peer(rank).wanted = True
@@ -153,8 +154,15 @@ class EventLoop:
             peer = self.peer(rank)
             peer.end_reason = peer.end_reason or how
             self._endpoints.pop(rank, None)
-            self.authenticator.ranks = {each.key: rank for rank, each in self._endpoints.items()}
+            self._admit_endpoints()
         self.wake()
+
+    def _admit_endpoints(self) -> None:
+        assert self._listener is not None
+        self.authenticator.ranks = {each.key: rank for rank, each in self._endpoints.items()}
+        self._listener.known_ports = frozenset(
+            port for each in self._endpoints.values() for port in source_ports(each.key)
+        )
 
     def peer(self, rank: int) -> PairConnection:
         """Return the connection to a rank, which may not be made yet."""
@@ -318,7 +326,7 @@ class EventLoop:
             for peer in self._to_flush(ready, blocked, meeting=meeting):
                 self._flush(peer, poller, blocked)
             if self.authenticator.socket in ready:
-                self.authenticator.answer()
+                self.authenticator.answer(listener.hold)
             is_time = meeting or time.monotonic() >= next_check
             if is_time or listener.monitor in ready:
                 self._check_port(poller, listener)
@@ -363,8 +371,10 @@ class EventLoop:
             del blocked[socket]
 
     def _connect(self, peer: PairConnection) -> None:
-        socket = outgoing_socket(self._context, peer.endpoint, self._public, self._private)
-        self._guarded(peer, peer.connect, socket)
+        identity = self._identity
+        assert identity is not None
+        socket = outgoing_socket(self._context, peer.endpoint, identity.public, identity.private)
+        self._guarded(peer, peer.connect, socket, identity.ports)
 
     def _guarded(self, peer: PairConnection, action: Callable[..., None], *args: object) -> None:
         """Call ``action`` for a rank; an error ends the connection to that rank, and no other."""
@@ -400,7 +410,7 @@ class EventLoop:
             return False
         if accepted > peer.accepted:
             # An answer to the hello of a connection that has ended would have the peer take that for good.
-            if (incoming := listener.prove(self._inbox.descriptor)) is None:
+            if (incoming := listener.prove(self._inbox.descriptor, accepted)) is None:
                 return False
             peer.accept(accepted, incoming)
         peer.received_at = self._clock
@@ -441,7 +451,7 @@ class EventLoop:
                 how = peer.broken
                 self._guarded(peer, peer.break_off)
                 self._handlers.broken(peer.rank, how)
-            again = bool(peer.refused) and now - peer.began > _RETRY_SECONDS and not peer.is_given_up
+            again = peer.is_to_connect_again(now)
             if (peer.end_reason or again) and peer.socket in blocked:
                 poller.unregister(peer.socket)
                 del blocked[peer.socket]
@@ -482,6 +492,8 @@ class EventLoop:
         if self._listener is not None:
             self._listener.close()
         self._context.destroy()
+        if self._identity is not None:
+            self._identity.close()
         with self._lock:
             self._released = True
             os.close(self._wake)

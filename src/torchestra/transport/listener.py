@@ -4,19 +4,27 @@ The rank accepts nobody before it knows whom it expects: until then connections 
 which costs no descriptor. From then on ZeroMQ accepts all, on a thread of its own, and gives each some
 seconds to prove its key. Its *socket monitor* reports every connection that begins or ends, with the number
 of the descriptor, and each message says on which it came. So the listener knows which connections have proved
-nothing yet; if they are too many it shuts some down, chosen at random: however fast strangers come, a rank in
-its handshake has a chance, and one that was shut down tries again. Should they come faster than
-that, ZeroMQ waits until the listener has read all but the last thousand of its events.
+nothing yet; if they are too many it shuts some down. Should strangers come faster than that, ZeroMQ waits
+until the listener has read all but the last thousand of its events.
+
+Which are shut down:
+
+- Ranks that are expected come from ports that only the job knows (source_port.py). Those are shut down last,
+  and while the kernel's queue is crowded it drops most requests of others (syn_filter.py). So however many
+  strangers come, such a rank gets in with its first attempts.
+- All others are shut down by chance: however fast strangers come, a rank whose port an address translator
+  has changed has theirs, and one that was shut down tries again.
+- From the moment a key is found right until the first message of its owner, nothing that was connected then
+  is shut down (:meth:`Listener.hold`): which of the connections the owner has cannot be told before. Shut
+  down, it might have said hello already, and be taken for connected, by a descriptor that has a new owner.
 
 When all expected ranks have come, the listener shuts the port for good. ZeroMQ cannot close a port without
-its connections; so the listener installs a filter on the listening socket, with which the kernel drops
-requests for connections.
+its connections; so the kernel drops further requests.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -26,13 +34,14 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
 
 from torchestra.errors import DistNetworkError
 from torchestra.store.rate_limited import RateLimitedWarnings
+from torchestra.transport.syn_filter import SynFilter
 
 HANDSHAKE_SECONDS = 3
 """How long a connection has to prove its key."""
@@ -40,8 +49,6 @@ MAX_UNAUTHENTICATED = 64
 TOLD_IN_ADVANCE = 1001
 """Events that ZeroMQ keeps until the listener reads them: its own end of the monitor has room for 1,000."""
 
-_ATTACH_FILTER = 26  # SO_ATTACH_FILTER
-_DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)  # the one instruction of the filter: return 0 bytes (BPF_RET)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=Hi")
 _LAST_SECONDS = 0.5
@@ -87,6 +94,7 @@ class Listener:
 
     Attributes:
         endpoint: where it listens, as ZeroMQ writes it.
+        known_ports: that expected ranks connect from; replaced as a whole, by any thread.
         monitor: the socket with ZeroMQ's events; call :meth:`look` when there is something to read.
         is_shut: whether the port has been shut for good.
 
@@ -98,12 +106,16 @@ class Listener:
         self._inbox = inbox
         self._expected = 0
         self.is_shut = self._closed = False
+        self.known_ports: Collection[int] = frozenset()
         self._unproved: set[int] = set()
+        self._known: set[int] = set()  # descriptors of connections from known ports that have proved nothing
+        self._held: dict[int, set[int]] = {}  # descriptors, by the number of whom they may belong to
         self._proved: set[object] = set()  # addresses of the peers that have
         self._shut: deque[object] = deque(maxlen=_SHUT_KEPT)  # inodes of connections, the last ones
         self._warnings = RateLimitedWarnings(_log)
         self._port = _listen(address, ports)
         self._port_number = int(self._port.getsockname()[1])
+        self._filter = SynFilter(self._port)
         host = f"[{address}]" if ":" in address else address
         self.endpoint = f"tcp://{host}:{self._port_number}"
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -121,8 +133,22 @@ class Listener:
         self._inbox.set(zmq.USE_FD, self._port.dup().detach())  # ZeroMQ closes what it is given
         self._inbox.bind(self.endpoint)
 
-    def prove(self, descriptor: int) -> IncomingConnection | None:
+    def hold(self, number: int) -> None:
+        """Shut down none of the present connections before :meth:`prove` is called with this number.
+
+        Call this before ZeroMQ is told that it may let the owner of a key in. The connection is one of
+        these, as ZeroMQ has reported it before it asked.
+        """
+        if not self._closed:
+            self._read_events()
+            if self._unproved:
+                self._held[number] = set(self._unproved)
+
+    def prove(self, descriptor: int, number: int) -> IncomingConnection | None:
         """Note that the connection on this descriptor is a peer's, as ZeroMQ has let a message through.
+
+        Args:
+            number: what :meth:`hold` was called with.
 
         ZeroMQ may report only later that the connection has begun, and that a stranger's with the same
         descriptor has ended. So the listener keeps the address of its other end, so as not to shut it down.
@@ -131,7 +157,8 @@ class Listener:
             None if the connection has ended: it was shut down as a stranger's while the message was on its
             way from ZeroMQ, and the peer connects again.
         """
-        self._unproved.discard(descriptor)
+        self._held.pop(number, None)
+        self._forget(descriptor)
         inode = _inode(descriptor)
         if inode is None or inode in self._shut:
             return None
@@ -151,11 +178,13 @@ class Listener:
         self._read_events()
         if not expected:
             self.is_shut = True
-            self._filter()
+            self._filter.drop_all()
             self._read_events()
             for descriptor in tuple(self._unproved):
                 self._end(descriptor)
             self.close()
+        else:
+            self._filter.adapt(self.known_ports)
 
     def close(self) -> None:
         """Accept no more connections, and read no more events."""
@@ -182,18 +211,42 @@ class Listener:
             except zmq.Again:
                 break
             if event == zmq.EVENT_ACCEPTED:
-                self._unproved.add(value)
-                if len(self._unproved) > MAX_UNAUTHENTICATED + self._expected:
-                    self._end(random.choice(tuple(self._unproved)))
+                self._admit(value)
             elif event == zmq.EVENT_DISCONNECTED:
-                self._unproved.discard(value)
+                self._forget(value)
             else:
                 failed = True
         if failed:
             # No descriptors are left, most likely, and ZeroMQ tries again and again, without a pause.
             self._warnings.warn("%s: a connection cannot be accepted; raise `ulimit -n`", self.endpoint)
-            for descriptor in tuple(self._unproved):
+            for descriptor in self._unproved.difference(*self._held.values()):
                 self._end(descriptor)
+
+    def _admit(self, descriptor: int) -> None:
+        """Note that a connection has begun, and shut one down if there are too many."""
+        self._forget(descriptor)  # of one that has ended, should that not have been reported
+        self._unproved.add(descriptor)
+        known = self.known_ports
+
+        def note(_: object, other_end: tuple[object, ...]) -> None:
+            if other_end[1] in known:
+                self._known.add(descriptor)
+
+        if known:
+            self._with_copy(descriptor, note)
+        if len(self._unproved) > MAX_UNAUTHENTICATED + self._expected:
+            others = self._unproved.difference(*self._held.values())
+            if last := others - self._known or others:
+                self._end(random.choice(tuple(last)))
+
+    def _forget(self, descriptor: int) -> None:
+        """Take a descriptor for nobody's who has yet to prove a key."""
+        self._unproved.discard(descriptor)
+        self._known.discard(descriptor)
+        for number, held in tuple(self._held.items()):
+            held.discard(descriptor)
+            if not held:
+                del self._held[number]
 
     def _end(self, descriptor: int) -> None:
         """Shut a connection down, if it is a stranger's."""
@@ -203,10 +256,10 @@ class Listener:
                 self._shut.append(_inode(copy.fileno()))
                 copy.shutdown(socket.SHUT_RDWR)
 
-        self._unproved.discard(descriptor)
+        self._forget(descriptor)
         self._with_copy(descriptor, shut_down)
 
-    def _with_copy(self, descriptor: int, act: Callable[[socket.socket, object], None]) -> None:
+    def _with_copy(self, descriptor: int, act: Callable[[socket.socket, tuple[object, ...]], None]) -> None:
         """Call ``act`` with a copy of a connection to this port, and the address of its other end.
 
         The descriptor is ZeroMQ's, which may have closed it by now, and its number may have been reused
@@ -224,11 +277,6 @@ class Listener:
                 act(copy, copy.getpeername())
         copy.detach()
         os.dup2(self._port.fileno(), self._spare, inheritable=False)  # the stranger's is ZeroMQ's alone again
-
-    def _filter(self) -> None:
-        instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
-        program = struct.pack("@HP", 1, ctypes.addressof(instructions))
-        self._port.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
 def _listen(address: str, ports: tuple[int, int] | None) -> socket.socket:

@@ -11,10 +11,11 @@ both ranks live, the transport makes a new one, and resends what is not confirme
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -25,6 +26,7 @@ from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.framing import MessageAssembler
 from torchestra.transport.message import Sending
 from torchestra.transport.outgoing import ControlFrame, OutgoingMessage, Parts
+from torchestra.transport.source_port import source_address
 
 if TYPE_CHECKING:
     from torchestra.transport.listener import IncomingConnection
@@ -35,6 +37,8 @@ _CONFIRM_MESSAGES, _CONFIRM_BYTES = 64, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 _LONGEST_END = 1.0
+_AGAIN_SECONDS = 0.25
+_ANSWER_SECONDS, _MOST_PATIENCE = 0.5, 6
 RETRY_SECONDS = 10.0  # a rank that is refused tries again for so long
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's key",
@@ -44,7 +48,8 @@ _FAILED = {
     zmq.EVENT_DISCONNECTED: "it ended the connection",
 }
 _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
+_CROWDED = tuple(_FAILED[event] for event in _HANDSHAKE_FAILED)  # what a rank says that is among strangers
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
 _BROKEN = "died (its connection has ended)"
 
 
@@ -101,6 +106,8 @@ class PairConnection:
         self.received = self.accepted = 0
         self.assembler = MessageAssembler(rank)
         self._monitor: zmq.Socket[Any] | None = None
+        self._attempts = 0
+        self._is_answered = False
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
         self._since_end = 0.0
         self._last_check = 0.0
@@ -231,14 +238,31 @@ class PairConnection:
 
     # -- the transport's thread
 
-    def connect(self, socket: zmq.Socket[Any]) -> None:
-        """Connect, in place of a connection that was refused or has broken, if there was one."""
+    def connect(self, socket: zmq.Socket[Any], ports: Sequence[int] = ()) -> None:
+        """Connect, in place of a connection that was refused or has broken, if there was one.
+
+        Args:
+            ports: of this host to connect from, one after the other, and then from any, as the system may
+                refuse each of them.
+        """
         if self.socket is not None:
             self._close_socket(0)
-        self.socket, self.refused = socket, ""
+        self.socket, self.refused, self._is_answered = socket, "", False
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self.began = time.monotonic()
-        socket.connect(self.endpoint.address)
+        address = self.endpoint.address
+        port = (*ports, None)[self._attempts % (len(ports) + 1)]
+        self._attempts += 1
+        socket.connect(source_address(address, port) if port else address)
+
+    def is_to_connect_again(self, now: float) -> bool:
+        """Return whether the last attempt has failed, or got no answer, and it is time for another one.
+
+        The other host may have dropped the request among those of strangers, or this one has not sent it.
+        """
+        patience = min(self._attempts, _MOST_PATIENCE) * _ANSWER_SECONDS
+        waits_for = _AGAIN_SECONDS if self.refused else math.inf if self._is_answered else patience
+        return now - self.began > waits_for and not self.is_given_up
 
     @property
     def is_met(self) -> bool:
@@ -251,8 +275,10 @@ class PairConnection:
         if self._retry_for is not None:
             is_closed = self.refused == _FAILED[zmq.EVENT_CLOSED]
             return is_closed or (bool(self.refused) and time.monotonic() - self._first > self._retry_for)
+        if not self.refused or (self.wanted and self.refused in _CROWDED):
+            return False  # whoever wants the connection has a time-out
         final = self.refused == _FAILED[zmq.EVENT_HANDSHAKE_FAILED_AUTH]
-        return bool(self.refused) and (final or time.monotonic() - self._first > RETRY_SECONDS)
+        return final or time.monotonic() - self._first > RETRY_SECONDS
 
     @property
     def is_ending(self) -> bool:
@@ -423,6 +449,9 @@ class PairConnection:
         return waits and self._incoming is not None and not self._incoming.has_ended
 
     def _note_event(self, event: zmq.Event, clock: float) -> None:
+        self._is_answered = True
+        if event == zmq.EVENT_CONNECTED:
+            return
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.joined, self.received_at = True, clock
             self._number += 1
