@@ -7,7 +7,7 @@ Models stand for what gives the new arena to others (its descriptors are searche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -188,6 +188,21 @@ def resumable(agreement_module: ModuleType, resumption: type[Any]) -> type[Any]:
     return Resumable
 
 
+def attempt(shrink: Callable[[], Any], attempts: int) -> Any:
+    """Return what became of a rank that calls ``shrink``, again if that was late or interrupted."""
+    if resumed() is None:
+        turn((1, None))
+    number = resumed()[0]
+    try:
+        return shrink()
+    except RankExcludedError as error:
+        return (EXCLUDED, error.survivors)
+    except (KeyboardInterrupt, CollectiveTimeoutError) as error:
+        if number < attempts:
+            turn((number + 1, None))
+        return (LATE if isinstance(error, CollectiveTimeoutError) else INTERRUPTED,)
+
+
 @dataclass(frozen=True)
 class ArenaAgreement:
     """Ranks that call ``shrink()``.
@@ -219,20 +234,14 @@ class ArenaAgreement:
         timeout_s = 1.0 if self.has_limit else float("inf")
 
         def program(rank: int) -> Any:
-            if resumed() is None:
-                turn((1, None))
-            attempt = resumed()[0]
-            context = ModelContext(rank, registers.ArenaRegisters(arena, rank))
             exclude = self.exclude[rank] if self.exclude else ()
-            try:
+
+            def shrink() -> Any:
+                context = ModelContext(rank, registers.ArenaRegisters(arena, rank))
                 new = shrinking.shrink(context, "new", exclude, timeout_s)
-            except RankExcludedError as error:
-                return (EXCLUDED, error.survivors)
-            except (KeyboardInterrupt, CollectiveTimeoutError) as error:
-                if attempt < self.attempts:
-                    turn((attempt + 1, None))
-                return (LATE if isinstance(error, CollectiveTimeoutError) else INTERRUPTED,)
-            return (IN, new.context.key, new.survivors)
+                return (IN, new.context.key, new.survivors)
+
+            return attempt(shrink, self.attempts)
 
         model = Model(
             [lambda rank=rank: program(rank) for rank in range(self.size)],  # type: ignore[misc]

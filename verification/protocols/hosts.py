@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchestra.engine.membership.admission import JoinRequest
-from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, RankExcludedError
+from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
 from torchestra.store import PrefixStore
 from torchestra.store.process import ProcessIdentity
 from verification.memory import Known
@@ -92,7 +92,7 @@ class ModelEntry:
 
 
 def _come(world: ProtocolWorld, rank: int, choice: Any, name: str, place: int) -> None:
-    if any(who == rank for _, _, who in world.facts["met"]) and (name, place, rank) in world.facts["met"]:
+    if (name, place, rank) in world.facts["met"]:
         raise SplitBrain(f"rank {rank} enters a group twice")
     world.facts["met"] |= {(name, place, rank)}
 
@@ -106,10 +106,6 @@ def _meet(world: ProtocolWorld, rank: int, choice: Any, name: str, size: int) ->
 
 
 def _give_up(world: ProtocolWorld, rank: int, choice: Any, name: str, place: int) -> None:
-    world.facts["given up"] |= {name}
-
-
-def _leave(world: ProtocolWorld, rank: int, choice: Any, name: str, place: int) -> None:
     world.facts["given up"] |= {name}
 
 
@@ -233,9 +229,6 @@ class HostAgreement:
         return hex(address)
 
     def _member(self, made: Any, rank: int) -> Any:
-        if resumed() is None:
-            turn((1, None))
-        attempt = resumed()[0]
         shrinking = made["multihost.shrinking"]
         store = ModelStore(self.reads_apart, _REGISTERS)
         timeout_s = 1.0 if self.has_limit else float("inf")
@@ -248,16 +241,13 @@ class HostAgreement:
             growth = growing.Growth(terms, view, ModelDetector(), _enter_offer, _cancel)
         hierarchy = _hierarchy(rank, self.size, store)
         exclude = self.exclude[rank] if self.exclude else ()
-        try:
+
+        def shrink() -> Any:
             new = shrinking.shrink_hosts(hierarchy, exclude, timeout_s, _enter, _cancel, growth)
-        except RankExcludedError as error:
-            return (EXCLUDED, error.survivors)
-        except (KeyboardInterrupt, CollectiveTimeoutError) as error:
-            if attempt < self.attempts:
-                turn((attempt + 1, None))
-            return (LATE if isinstance(error, CollectiveTimeoutError) else INTERRUPTED,)
-        offer = getattr(new, "offer", None)
-        return (IN, new.entered.name, new.survivors) if offer is None else _is_in(new)
+            offer = getattr(new, "offer", None)
+            return (IN, new.entered.name, new.survivors) if offer is None else _is_in(new)
+
+        return arena.attempt(shrink, self.attempts)
 
     def check(self, world: ProtocolWorld) -> None:
         """Refuse two groups, and groups that are not what their ranks believe."""
@@ -408,7 +398,7 @@ SERVICES: dict[str, Any] = {
     "comes to meet": _come,
     "meets": _meet,
     "gives up": _give_up,
-    "leaves the group": _leave,
+    "leaves the group": _give_up,
     "reads again": _read_again,
     "names an offer": _name_offer,
     "looks whether there is hope": _hope,
