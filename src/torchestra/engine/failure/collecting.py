@@ -62,7 +62,7 @@ def collect_facts(view: RankView, ranks: Iterable[int], dead: Collection[int], s
     longer on a busy host.
 
     Args:
-        ranks: by their places in the arena.
+        ranks: by local rank.
         dead: those that are known to have died.
         site: the line of the program of the rank that collects.
     """
@@ -117,7 +117,7 @@ def places_of(view: RankView, ranks: Sequence[int], site: str) -> dict[int, str]
     Ranks that do not answer within half a second are left out.
 
     Args:
-        ranks: by their places in the arena.
+        ranks: by local rank.
         site: as of collect_facts().
     """
     found = {view.rank: f"is at {site}"}

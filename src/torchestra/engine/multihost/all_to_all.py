@@ -1,6 +1,6 @@
 """Every rank sends every other something of its own, over several hosts: all_to_all, scatter, gather.
 
-What the rank at place p has for another host goes over rail ``p mod rails``; a rank beyond the last rail
+What local rank r has for another host goes over rail ``r mod rails``; a rank beyond the last rail
 hands it to that rank first. On the other host the ranks hand on what has come for others, together with what
 they have for each other. Before that the ranks compare lengths: the hosts tell each other how much their
 ranks send to each rank, and a rank that expects something else lets all ranks know.
@@ -135,7 +135,7 @@ class _Exchange:
     # -- which rank uses which rail
 
     def _users(self, rail: int) -> range:
-        """Return the places of this host whose ranks send over a rail."""
+        """Return the local ranks of this host that send over a rail."""
         return range(rail, len(self._hierarchy.here), self._hosts.rails)
 
     def _senders(self, host: int, rail: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class _Exchange:
         return sum(self._from(rank, each) for rank in self._senders(host, rail) for each in local_ranks)
 
     def _from(self, rank: int, local_rank: int) -> int:
-        """Return how much the rank at a place here gets from a rank on another host."""
+        """Return how much a local rank here gets from a rank on another host."""
         return self._expected[local_rank][rank]
 
     # -- the steps
@@ -203,7 +203,7 @@ class _Exchange:
                 memory(self._receives[rank]).copy_(piece)
 
     def _arrivals(self, local_rank: int) -> Iterator[int]:
-        """Return the ranks on other hosts that send to the rank at a place here, in order of arrival."""
+        """Return the ranks on other hosts that send to a local rank here, in order of arrival."""
         if local_rank >= self._hosts.rails:
             return iter(())
         return (rank for host in self._others for rank in self._senders(host, local_rank))

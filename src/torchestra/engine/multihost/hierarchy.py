@@ -1,7 +1,7 @@
 """The steps, within the host and between hosts, of the operations of a group on several hosts.
 
 Every operation begins by checking that all ranks of all hosts have called the same (:meth:`Hierarchy.agree`):
-within the host by the fingerprints of the arena, between hosts by an *header* that the ranks at place 0
+within the host by the fingerprints of the arena, between hosts by a *header* that the ranks with local rank 0
 send each other. Headers of different operations fit each other, since there is room for the longest, and a
 small tensor goes along in them, so that a small operation is one trip. Only then do lengths depend on what
 was called, with one exception: so that the link need not wait for the answer, each end of a rail may send the
@@ -344,7 +344,7 @@ class Hierarchy:
         return True
 
     def reduce_here(self, tensor: torch.Tensor, plan: LocalPlan, call: Call) -> bool:
-        """Reduce the tensors of this host's ranks into place 0's; False if they called different ones."""
+        """Reduce the tensors of this host into local rank 0's; False if its ranks called different ones."""
         try:
             self.local.collective(plan, [tensor], [tensor], call.timeout_s, call.site)
         except CollectiveMismatchError:
@@ -385,7 +385,7 @@ class Hierarchy:
         )
 
     def compare_headers(self, headers: _HeaderExchange | None, call: Call) -> tuple[torch.Tensor, bool]:
-        """At place 0, return what came with the hosts' headers, and whether any of them differs.
+        """At local rank 0, return what came with the hosts' headers, and whether any of them differs.
 
         In a grid the headers of a row are compared first. Then the hosts of each column tell each other
         what their rows have called, and whether that differed: all of them know of all rows.

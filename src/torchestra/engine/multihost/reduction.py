@@ -1,6 +1,6 @@
 """Reductions over several hosts.
 
-Within the host the ranks reduce-scatter, so that the rank at place r holds part r of the host's sum; each
+Within the host the ranks reduce-scatter, so that local rank r holds part r of the host's sum; each
 rail reduces its part over the hosts; within the host the ranks gather the parts. A large tensor goes in
 chunks: while one is on the way between hosts, the next is reduced within the host. The first ones are on
 their way before it is known that all hosts have called the same.

@@ -133,7 +133,7 @@ def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
 
 
 def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
-    """Return, by place in the arena, the rank in the group; and the size of the group."""
+    """Return, by local rank, the rank in the group; and the size of the group."""
     size = arena.layout.size
     whole = arena.load_word(at.HEADER_GROUP_SIZE)
     if not size <= whole <= _MAX_RANKS:
@@ -169,14 +169,14 @@ def _why_aborted(arena: Readable) -> str | None:
 
 
 def waits_for_other_hosts(arena: Readable, rank: int) -> bool:
-    """Return whether a rank, by its place, has done its part on this host and waits for other hosts."""
+    """Return whether a local rank has done its part on this host and waits for other hosts."""
     record = arena.layout.records + rank * arena.layout.record_bytes
     wait = _wait(arena, record)
     return wait is not None and wait[1] < 0
 
 
 def _wait(arena: Readable, record: int) -> tuple[int, int] | None:
-    """Return since when a rank waits, in ticks, and for which place; None if it does not wait."""
+    """Return since when a rank waits, in ticks, and for which local rank; None if it does not wait."""
     words = np.zeros(2, dtype=np.int64)
     if not _read_wait(arena.address + record, words.ctypes.data):
         return None
@@ -192,7 +192,7 @@ def tick_scale(arena: Readable) -> TickScale:
 
 
 def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRIES) -> RankRecord:
-    """Return the record of one rank, by its place; at most the ``last`` entries of either kind."""
+    """Return the record of one local rank; at most the ``last`` entries of either kind."""
     control = arena.layout.control + rank * at.CONTROL_BYTES
     record = arena.layout.records + rank * arena.layout.record_bytes
     here = arena.layout.size
