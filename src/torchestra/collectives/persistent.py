@@ -32,6 +32,7 @@ from torchestra.engine.operations import (
     Collective,
 )
 from torchestra.errors import InvalidArgumentError
+from torchestra.process_group.group import ProcessGroup
 from torchestra.system.untraced import untraced
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp
@@ -156,12 +157,7 @@ def send_init(
     member = default_group() if group is None else member_of(group, "send_init")
     if member is None:
         return PersistentOperation("send")
-    root = root_of(member, dst, group_dst, "dst", "send_init")
-    plan = persistent_message(
-        member.communicator.met(), "send", tensor, root, checks.check_tag(tag, "send_init")
-    )
-    plan.group = member
-    return plan
+    return _message(member, "send", tensor, root_of(member, dst, group_dst, "dst", "send_init"), tag)
 
 
 @checked
@@ -176,10 +172,14 @@ def recv_init(
     member = default_group() if group is None else member_of(group, "recv_init")
     if member is None:
         return PersistentOperation("recv")
-    source = sender_of(member, src, group_src, "recv_init")
-    plan = persistent_message(
-        member.communicator.met(), "recv", tensor, source, checks.check_tag(tag, "recv_init")
-    )
+    return _message(member, "recv", tensor, sender_of(member, src, group_src, "recv_init"), tag)
+
+
+def _message(
+    member: ProcessGroup, name: str, tensor: torch.Tensor, peer: int | None, tag: int
+) -> PersistentOperation:
+    communicator = member.communicator.met()
+    plan = persistent_message(communicator, name, tensor, peer, checks.check_tag(tag, f"{name}_init"))
     plan.group = member
     return plan
 

@@ -22,6 +22,16 @@ def stat_fields(folder: str | Path) -> list[str]:
         return file.read().rpartition(b")")[2].decode().split()
 
 
+def named_numbers(path: str | Path) -> dict[str, int]:
+    """Return the whole numbers of a file with a name and a number in each line, as ``status`` and ``io``.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    lines = (line.split() for line in Path(path).read_text(errors="replace").splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+
+
 def boot_id() -> str:
     """Return what only this boot of this host has, in all its namespaces; empty where it is not told."""
     try:

@@ -217,12 +217,12 @@ def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
     return rank
 
 
-def check_tag(tag: object, name: str, parameter: str = "tag") -> int:
+def check_tag(tag: object, name: str) -> int:
     """Refuse a tag that messages of users cannot have."""
-    number = check_integer(tag, parameter, name)
+    number = check_integer(tag, "tag", name)
     if not 0 <= number <= LARGEST_TAG:
         raise InvalidArgumentError(
-            f"{name}: invalid tag: {shown(number)}; `{parameter}` must be an int of 0 to 62 bits"
+            f"{name}: invalid tag: {shown(number)}; `tag` must be an int of 0 to 62 bits"
         )
     return number
 

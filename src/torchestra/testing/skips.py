@@ -64,7 +64,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[F], F]:
         x: how many GPUs it needs.
         allow_cpu: whether to run it on a host without any GPU.
     """
-    return _only_if(lambda: _gpus() >= x or (allow_cpu and _gpus() == 0), f"multi-gpu-{x}")
+    return only_if(lambda: _gpus() >= x or (allow_cpu and _gpus() == 0), f"multi-gpu-{x}")
 
 
 def skip_if_no_gpu(function: F) -> F:
@@ -84,12 +84,12 @@ def skip_if_no_gpu(function: F) -> F:
 
 def skip_if_small_worldsize(function: F) -> F:
     """Skip the test in a world (by the environment's WORLD_SIZE) of fewer than 8 ranks."""
-    return _only_if(lambda: _environment_size() >= _SMALL_WORLD, "small_worldsize")(function)
+    return only_if(lambda: _environment_size() >= _SMALL_WORLD, "small_worldsize")(function)
 
 
 def skip_if_odd_worldsize(function: F) -> F:
     """Skip the test in a world (by the environment's WORLD_SIZE) of an odd number of ranks."""
-    return _only_if(lambda: _environment_size() % 2 == 0, "odd_worldsize")(function)
+    return only_if(lambda: _environment_size() % 2 == 0, "odd_worldsize")(function)
 
 
 def requires_world_size(n: int) -> Callable[[F], F]:
@@ -105,29 +105,31 @@ def requires_world_size(n: int) -> Callable[[F], F]:
 
 def requires_gloo() -> Callable[[F], F]:
     """Run a test written for Gloo on torchestra's own engine."""
-    return _only_if(lambda: True, "backend_unavailable")
+    return only_if(lambda: True, "backend_unavailable")
 
 
 def requires_nccl() -> Callable[[F], F]:
     """Skip the test: there is no NCCL here."""
-    return _never("c10d was not compiled with the NCCL backend")
+    return unittest.skip("c10d was not compiled with the NCCL backend")
 
 
 def requires_ucc() -> Callable[[F], F]:
     """Skip the test: there is no UCC here."""
-    return _never("c10d was not compiled with the UCC backend")
+    return unittest.skip("c10d was not compiled with the UCC backend")
 
 
 def requires_mpi() -> Callable[[F], F]:
     """Skip the test: there is no MPI backend here."""
-    return _never("c10d was not compiled with the MPI backend")
+    return unittest.skip("c10d was not compiled with the MPI backend")
 
 
 def _environment_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _only_if(condition: Callable[[], bool], otherwise: str) -> Callable[[F], F]:
+def only_if(condition: Callable[[], bool], otherwise: str) -> Callable[[F], F]:
+    """Run a test where the condition holds; else end its rank with the exit code of a TEST_SKIPS entry."""
+
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -136,12 +138,5 @@ def _only_if(condition: Callable[[], bool], otherwise: str) -> Callable[[F], F]:
             return function(*args, **kwargs)
 
         return cast("F", wrapper)
-
-    return decorate
-
-
-def _never(reason: str) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        return unittest.skip(reason)(function)
 
     return decorate

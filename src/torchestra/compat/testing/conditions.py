@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 import unittest
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from torchestra.testing import TEST_SKIPS
+from torchestra.testing.skips import only_if
 
 __all__ = [
     "DistTestCases",
@@ -50,22 +49,9 @@ def at_least_x_gpu(x: int) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= x
 
 
-def _leaves_if(condition: Callable[[], bool], reason: str) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if condition():
-                sys.exit(TEST_SKIPS[reason].exit_code)
-            return function(*args, **kwargs)
-
-        return cast("F", wrapper)
-
-    return decorate
-
-
 def require_n_gpus_for_nccl_backend(n: int, backend: str) -> Callable[[F], F]:
     """Skip the test if it is for NCCL and there are fewer than ``n`` GPUs."""
-    return _leaves_if(lambda: backend == "nccl" and not at_least_x_gpu(n), f"multi-gpu-{n}")
+    return only_if(lambda: backend != "nccl" or at_least_x_gpu(n), f"multi-gpu-{n}")
 
 
 def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[F], F]:
@@ -75,7 +61,7 @@ def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[F], F]:
 
 def import_transformers_or_skip() -> Callable[[F], F]:
     """Skip the test where the package ``transformers`` is not installed."""
-    return _leaves_if(lambda: importlib.util.find_spec("transformers") is None, "importerror")
+    return only_if(lambda: importlib.util.find_spec("transformers") is not None, "importerror")
 
 
 def requires_nccl_version(version: Any, msg: str) -> Callable[[F], F]:

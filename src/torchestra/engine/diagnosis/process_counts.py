@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchestra.system.proc import CORE, MAJOR_FAULTS, MINOR_FAULTS, STATE, stat_fields
+from torchestra.system.proc import CORE, MAJOR_FAULTS, MINOR_FAULTS, STATE, named_numbers, stat_fields
 
 _PROC, _CPUS = Path("/proc"), Path("/sys/devices/system/cpu")
 
@@ -71,11 +71,9 @@ def _thread_states(folder: Path) -> list[str]:
 
 
 def _field(path: Path, name: str) -> int:
-    """Return a number of a file with a name and a number in each line; 0 if it is not there."""
+    """Return one of the :func:`named_numbers` of a file; 0 if it is not there."""
     with contextlib.suppress(PermissionError):
-        for line in path.read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1])
+        return named_numbers(path).get(name, 0)
     return 0
 
 

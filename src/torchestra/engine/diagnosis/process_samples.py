@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchestra.engine.diagnosis.facts import Process
 from torchestra.system.deadline import RunningClock
-from torchestra.system.proc import MAJOR_FAULTS, STATE, SYSTEM_TICKS, USER_TICKS, stat_fields
+from torchestra.system.proc import MAJOR_FAULTS, STATE, SYSTEM_TICKS, USER_TICKS, named_numbers, stat_fields
 
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -184,9 +184,10 @@ def _swapped(pid: int) -> int:
 
 
 def _values(path: Path) -> dict[str, int]:
-    """Return the whole numbers of a file that has a name and a number in each line."""
-    lines = (line.split() for line in _read(path).splitlines())
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+    """Return :func:`named_numbers`; none if there is no such file."""
+    with contextlib.suppress(OSError):
+        return named_numbers(path)
+    return {}
 
 
 def _other_threads(process: RankProcess) -> Iterable[int]:

@@ -289,12 +289,16 @@ class Replica:
         self._broadcast(Kind.START_VIEW_CHANGE)
         self._vote()
 
-    def _on_start_view_change(self, message: Message) -> None:
+    def _takes_part_in(self, view: int) -> bool:
+        """Begin a newer view's change; return whether this replica is in the change to that view."""
         if self.status is Status.RECOVERING:
-            return
-        if message.view > self.view:
-            self._change_view(message.view)
-        if message.view == self.view and self.status is Status.VIEW_CHANGE:
+            return False
+        if view > self.view:
+            self._change_view(view)
+        return view == self.view and self.status is Status.VIEW_CHANGE
+
+    def _on_start_view_change(self, message: Message) -> None:
+        if self._takes_part_in(message.view):
             self._started.add(message.sender)
             self._vote()
 
@@ -309,11 +313,7 @@ class Replica:
             self._take_votes()
 
     def _on_do_view_change(self, message: Message) -> None:
-        if self.status is Status.RECOVERING:
-            return
-        if message.view > self.view:
-            self._change_view(message.view)
-        if message.view == self.view and self.status is Status.VIEW_CHANGE:
+        if self._takes_part_in(message.view):
             self._votes[message.sender] = message
             self._take_votes()
 
