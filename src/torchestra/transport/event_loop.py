@@ -80,14 +80,13 @@ class EventLoop:
         address: str,
         ports: tuple[int, int] | None,
         heartbeat: float | None,
-        grace: float,
         handlers: Handlers,
         *,
         grows: bool = False,
     ) -> None:
         self._name = name
         self._grows = grows
-        self._heartbeat, self._grace, self._handlers = heartbeat, grace, handlers
+        self._heartbeat, self._handlers = heartbeat, handlers
         self._endpoints: dict[int, EndpointRecord] = {}
         self.peers: dict[int, PairConnection] = {}
         self._senders: dict[str, tuple[PairConnection, int]] = {}
@@ -446,7 +445,7 @@ class EventLoop:
                 self._connect(peer)
             if peer.socket is None:
                 continue
-            self._guarded(peer, peer.check, self._clock, self._heartbeat, self._grace)
+            self._guarded(peer, peer.check, self._clock, self._heartbeat)
             if peer.broken and not peer.end_reason and self._handlers.broken is not None:
                 how = peer.broken
                 self._guarded(peer, peer.break_off)

@@ -35,6 +35,7 @@ FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _MAX_QUEUED = 1 << 26  # bytes
 _CONFIRM_MESSAGES, _CONFIRM_BYTES = 64, 1 << 18
 ENDED_SECONDS = 0.15
+"""For so long after a rank has ended its connections without a goodbye what has come of it may be found."""
 _ENDED_TICK = 0.05
 _LONGEST_END = 1.0
 _AGAIN_SECONDS = 0.25
@@ -413,8 +414,8 @@ class PairConnection:
             self._posted, self._sent = sum(each.size for each in kept), 0
             self._first, self.refused = time.monotonic(), _FAILED[zmq.EVENT_DISCONNECTED]
 
-    def check(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
-        """Note the state of the connection. ``grace``: see :class:`Transport`."""
+    def check(self, clock: float, heartbeat: float | None) -> None:
+        """Note the state of the connection."""
         while self._monitor is not None and self._monitor.poll(0):
             self._note_event(zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]), clock)
         if (not self.wanted or self._retry_for is not None) and not self.end_reason and self.is_given_up:
@@ -430,9 +431,9 @@ class PairConnection:
             self._ended = 0.0 if is_heard else self._ended + passed
             if self.reconnects:
                 # What it sends goes over a connection of its own, which may be as good as ever.
-                if self._ended > grace or self._since_end > _LONGEST_END:
+                if self._ended > ENDED_SECONDS or self._since_end > _LONGEST_END:
                     self.broken = _BROKEN
-            elif self._ended > grace:
+            elif self._ended > ENDED_SECONDS:
                 self.end_reason = _BROKEN
         elif heartbeat is not None and clock - self.received_at > heartbeat:
             self.end_reason = (

@@ -32,7 +32,6 @@ from torchestra.errors import DistNetworkError
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.event_loop import LINGER_SECONDS, EventLoop, Handlers
 from torchestra.transport.message import Message, Sending
-from torchestra.transport.pair import ENDED_SECONDS
 from torchestra.transport.sockets import await_confirmed, await_met
 
 _JOIN_SECONDS = 5.0
@@ -52,8 +51,6 @@ class Transport:
         lost: called with each rank that is gone, after all that it had sent has come, and with how it ended.
         broken: called with a rank whose connection has ended without a goodbye, and how; then the transport
             makes another one. Default: the rank is lost.
-        grace: for how many seconds after a rank has ended its connections without a goodbye this process may
-            still find messages of it that have come.
         grows: ranks become known at any time, by :meth:`expect`, and go, by :meth:`forget`; so this rank
             takes connections as long as it lives. They must listen before others know of them, and one
             that has not let this rank in after the time of a heartbeat is given up.
@@ -79,14 +76,13 @@ class Transport:
         *,
         lost: Callable[[int, str], None] = lambda rank, how: None,
         broken: Callable[[int, str], None] | None = None,
-        grace: float = ENDED_SECONDS,
         grows: bool = False,
         advice: str = "",
     ) -> None:
         self._owner = os.getpid()
         self._name, self._advice = name, advice
         handlers = Handlers(arrived, lost, broken)
-        self._loop = EventLoop(name, address, ports, heartbeat, grace, handlers, grows=grows)
+        self._loop = EventLoop(name, address, ports, heartbeat, handlers, grows=grows)
         self.endpoint = self._loop.endpoint
 
     def join(

@@ -74,7 +74,6 @@ def make_group(
     *,
     tag: str = "",
     deferred: bool = False,
-    name: str = "",
 ) -> AnyGroup:
     """Do what :func:`new_group` does, with more choices, and number the ranks in the given order.
 
@@ -83,19 +82,15 @@ def make_group(
             is returned. Without a tag a new group is made each time.
         deferred: return at once; the members meet in their first operation. All members must call, as with
             ``use_local_synchronization``.
-        name: of the group, the same on all members and never used before; default: derived from how many
-            groups there have been.
     """
     terms = _terms(asked)
     world, parent = terms.world, terms.parent
     chosen = checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
-    if not name and not use_local_synchronization and not deferred:
+    if not use_local_synchronization and not deferred:
         return _make_together(terms, "new_group", [chosen], group_desc, tag)[0]
-    if not name:
-        named = label(chosen)
-        number = world.made_locally[named] = world.made_locally.get(named, 0) + 1
-        name = f"of-{named}-{number}"
-    return _make_named(terms, chosen, _name_in(parent, name), group_desc, tag, deferred)
+    named = label(chosen)
+    number = world.made_locally[named] = world.made_locally.get(named, 0) + 1
+    return _make_named(terms, chosen, _name_in(parent, f"of-{named}-{number}"), group_desc, tag, deferred)
 
 
 def make_groups(

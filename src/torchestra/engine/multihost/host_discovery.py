@@ -82,19 +82,16 @@ def may_span_hosts(store: Store, size: int) -> bool:
     return not (isinstance(store, TCPStore) and store.host.startswith("unix:"))
 
 
-def find_hosts(
-    store: Store, rank: int, size: int, name: str, timeout_s: float, *, threads: bool = False
-) -> Hosts:
+def find_hosts(store: Store, rank: int, size: int, name: str, timeout_s: float) -> Hosts:
     """Find out which ranks share a host. Must be called by every rank.
 
     Args:
         store: a store that only these ranks, and only for this purpose, use.
-        threads: the ranks are threads of one process, whose host ids are trusted.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
     """
-    with hosts_found(store, rank, size, name, timeout_s, threads=threads) as (hosts, _):
+    with hosts_found(store, rank, size, name, timeout_s) as (hosts, _):
         return hosts
 
 
@@ -105,6 +102,9 @@ def hosts_found(
     """Do as :func:`find_hosts`, and let the ranks of a host see which of them die inside the block.
 
     Yields the hosts, and the ranks of this one: None if these are threads.
+
+    Args:
+        threads: the ranks are threads of one process, whose host ids are trusted.
     """
     discovery = _Discovery(PrefixStore("finding", store), rank, size, name, timeout_s)
     try:

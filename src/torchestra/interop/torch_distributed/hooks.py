@@ -20,27 +20,13 @@ Hook = Callable[[Any], None]
 
 # Programs choose numbers from 0 for their hooks.
 _NAN_CHECK = -1
-# torch's names of the operations. Where torch has none (scan, exscan) it says UNKNOWN.
+# torch's names of the operations are those of the methods in capitals, but for these (UNKNOWN: it has none).
 _NAMES = {
-    "send": "SEND",
-    "recv": "RECV",
     "recv_anysource": "RECV",
-    "broadcast": "BROADCAST",
-    "allreduce": "ALLREDUCE",
-    "allreduce_coalesced": "ALLREDUCE_COALESCED",
-    "reduce": "REDUCE",
-    "allgather": "ALLGATHER",
-    "allgather_coalesced": "ALLGATHER_COALESCED",
     "allgather_into_tensor": "ALLGATHER_BASE",
-    "allgather_into_tensor_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
-    "reduce_scatter": "REDUCE_SCATTER",
     "reduce_scatter_tensor": "REDUCE_SCATTER_BASE",
-    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
-    "alltoall": "ALLTOALL",
-    "alltoall_base": "ALLTOALL_BASE",
-    "barrier": "BARRIER",
-    "scatter": "SCATTER",
-    "gather": "GATHER",
+    "scan": "UNKNOWN",
+    "exscan": "UNKNOWN",
 }
 # Of those whose names begin so the first argument is the output, and the second, if there is one, the input.
 _WITH_OUTPUT = ("allgather", "reduce_scatter", "alltoall", "scatter", "gather", "recv")
@@ -122,7 +108,7 @@ def _told(kind: str, *attributes: Any, **more: Any) -> Any:
 
 
 def _operation_name(name: str) -> Any:
-    torch_name = _NAMES.get(name, "UNKNOWN")
+    torch_name = _NAMES.get(name, name.upper())
     names = getattr(c10d, "HookOpName", None)
     if names is None:
         return torch_name
