@@ -46,7 +46,7 @@ _lock = threading.Lock()
 
 
 def note_membership(membership: Membership) -> None:
-    """Have :func:`describe_program` look at a group, too, as long as the rank is in it."""
+    """Have :func:`describe_programs` look at a group, too, as long as the rank is in it."""
     with _lock:
         _memberships.add(membership)
 
