@@ -16,7 +16,7 @@ from torchestra.performance.calibration import OperationFactor, StepCalibration,
 from torchestra.performance.closed_form import estimate
 from torchestra.performance.machine import Machine
 from torchestra.performance.prediction import predict, predict_step, schedule_of, steady_state_seconds
-from torchestra.performance.schedule import AwaitFlag, Compute, Receive, Schedule, Send, SetFlag, Stream
+from torchestra.performance.schedule import AwaitFlag, Compute, EventStream, Receive, Schedule, Send, SetFlag
 from torchestra.performance.simulation import run
 from torchestra.performance.what_if import bucket_sweep, fault_costs, rebucketed, threshold_sweep
 from torchestra.performance.workload import Operation, Pause, Step, parse_bytes
@@ -25,17 +25,23 @@ MB = 1 << 20
 STEP = Step(0.04, 0.08, 0.01, (MB, 7 * MB), (0.02, 0.08))
 
 
-def seconds(streams: list[Stream], on: Machine) -> float:
+def seconds(streams: list[EventStream], on: Machine) -> float:
     return run(Schedule(on.hosts, on.ranks_per_host, streams), on).seconds
 
 
 def test_a_flag_takes_its_time_from_rank_to_rank() -> None:
-    streams = [Stream(0, 0, events=[Compute(1e-6), SetFlag(5)]), Stream(0, 1, events=[AwaitFlag(0, 4)])]
+    streams = [
+        EventStream(0, 0, events=[Compute(1e-6), SetFlag(5)]),
+        EventStream(0, 1, events=[AwaitFlag(0, 4)]),
+    ]
     assert seconds(streams, machine(1, 2)) == pytest.approx(1e-6 + HOST.flag_s)
 
 
 def test_a_rank_that_has_waited_for_long_has_to_be_woken() -> None:
-    streams = [Stream(0, 0, events=[Compute(1.0), SetFlag(1)]), Stream(0, 1, events=[AwaitFlag(0, 1)])]
+    streams = [
+        EventStream(0, 0, events=[Compute(1.0), SetFlag(1)]),
+        EventStream(0, 1, events=[AwaitFlag(0, 1)]),
+    ]
     assert seconds(streams, machine(1, 2)) == pytest.approx(1.0 + HOST.wakeup_s, abs=1e-9)
 
 
@@ -43,43 +49,43 @@ def test_a_message_takes_the_terms_of_its_link() -> None:
     """o + (g + kG) + L + o: LogGP."""
     on = machine(2, 1)
     streams = [
-        Stream(0, 0, events=[Send((1,), 125_000, 0)]),
-        Stream(1, 0, events=[Receive((0,), 125_000, 0)]),
+        EventStream(0, 0, events=[Send((1,), 125_000, 0)]),
+        EventStream(1, 0, events=[Receive((0,), 125_000, 0)]),
     ]
     assert seconds(streams, on) == pytest.approx(1e-5 + 1e-6 + 1e-3 + 1e-4 + 1e-5)
 
 
 def test_messages_of_one_host_share_its_link() -> None:
     on = machine(2, 4)
-    streams = [Stream(0, rank, events=[Send((1,), 125_000, 0)]) for rank in range(4)]
-    streams += [Stream(1, rank, events=[Receive((0,), 125_000, 0)]) for rank in range(4)]
+    streams = [EventStream(0, rank, events=[Send((1,), 125_000, 0)]) for rank in range(4)]
+    streams += [EventStream(1, rank, events=[Receive((0,), 125_000, 0)]) for rank in range(4)]
     assert seconds(streams, on) == pytest.approx(4 * 1e-3, rel=0.1)
 
 
 def test_a_link_that_waits_for_one_rank_sends_for_another() -> None:
     """What takes its time is each rank's own processor, 10 µs a message; the link takes one for it."""
     on, others = machine(9, 4, 1e12), tuple(range(1, 9))
-    streams = [Stream(0, rank, events=[Send(others, 8, 0)]) for rank in range(4)]
-    streams += [Stream(host, rank, events=[Receive((0,), 8, 0)]) for host in others for rank in range(4)]
+    streams = [EventStream(0, rank, events=[Send(others, 8, 0)]) for rank in range(4)]
+    streams += [EventStream(host, rank, events=[Receive((0,), 8, 0)]) for host in others for rank in range(4)]
     assert seconds(streams, on) == pytest.approx(8e-5 + 1e-4 + 1e-5, rel=0.05)
 
 
 def test_ranks_take_turns_where_there_are_fewer_cores() -> None:
     few = replace(machine(1, 4), host=replace(HOST, cores=2))
-    streams = [Stream(0, rank, events=[Compute(0.01)]) for rank in range(4)]
+    streams = [EventStream(0, rank, events=[Compute(0.01)]) for rank in range(4)]
     assert seconds(streams, few) == pytest.approx(0.02, rel=0.02)
     assert seconds(streams, machine(1, 4)) == pytest.approx(0.01)
 
 
 def test_hosts_that_are_one_machine_share_its_cores() -> None:
     shared = Machine(2, 1, replace(HOST, cores=1), link_of(shares_cores=True))
-    streams = [Stream(host, 0, events=[Compute(0.01)]) for host in range(2)]
+    streams = [EventStream(host, 0, events=[Compute(0.01)]) for host in range(2)]
     assert seconds(streams, shared) == pytest.approx(0.02, rel=0.02)
 
 
 def test_a_schedule_that_waits_for_ever_is_an_error() -> None:
     with pytest.raises(DistError, match="1 streams wait, the first is rank 1 of host 0 in AwaitFlag"):
-        seconds([Stream(0, 1, events=[AwaitFlag(0, 1)])], machine(1, 2))
+        seconds([EventStream(0, 1, events=[AwaitFlag(0, 1)])], machine(1, 2))
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 2), (1, 4), (2, 1), (2, 3), (3, 2), (100, 1)])

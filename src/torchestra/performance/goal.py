@@ -25,12 +25,12 @@ from torchestra.performance.schedule import (
     AwaitSignal,
     Begin,
     Event,
+    EventStream,
     Receive,
     Schedule,
     Send,
     SetFlag,
     Signal,
-    Stream,
 )
 
 _Flag = tuple[int, int, int]
@@ -60,7 +60,7 @@ class _Writer:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self._per_host = machine.ranks_per_host
         self._costs = Costs(machine)
-        self._streams: defaultdict[int, list[Stream]] = defaultdict(list)
+        self._streams: defaultdict[int, list[EventStream]] = defaultdict(list)
         self._flags: defaultdict[int, list[int]] = defaultdict(list)
         for stream in schedule.streams:
             rank = stream.host * self._per_host + stream.local_rank
@@ -74,7 +74,7 @@ class _Writer:
                     if isinstance(event, AwaitFlag):
                         self._note(rank, stream, event)
 
-    def _note(self, rank: int, stream: Stream, event: AwaitFlag) -> None:
+    def _note(self, rank: int, stream: EventStream, event: AwaitFlag) -> None:
         """Give a tag to the message that stands for a flag, once for each rank that awaits it."""
         setter = stream.host * self._per_host + event.local_rank
         index = bisect_left(self._flags[setter], event.value)
@@ -105,7 +105,7 @@ class _Writer:
             file.write(f"{label} requires {signals[number]}\n")
         file.write("}\n")
 
-    def _lines(self, rank: int, stream: Stream) -> Iterator[tuple[Event, str]]:
+    def _lines(self, rank: int, stream: EventStream) -> Iterator[tuple[Event, str]]:
         """Yield the events of a stream with their lines, but for label and cpu."""
         flags, costs = 0, StreamCosts(self._costs, rank)
         received: set[_Flag] = set()
@@ -131,5 +131,5 @@ class _Writer:
             else:
                 yield event, f"calc {round(costs.seconds_of(event) * 1e9)}"
 
-    def _ranks(self, hosts: Sequence[int], stream: Stream) -> list[int]:
+    def _ranks(self, hosts: Sequence[int], stream: EventStream) -> list[int]:
         return [host * self._per_host + stream.local_rank for host in hosts]

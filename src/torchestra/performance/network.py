@@ -16,7 +16,7 @@ from functools import partial
 from torchestra.performance.calibration import LinkClass
 from torchestra.performance.cores import Action, Cores, EventQueue
 from torchestra.performance.machine import Machine
-from torchestra.performance.schedule import Receive, Schedule, Send, Stream
+from torchestra.performance.schedule import EventStream, Receive, Schedule, Send
 
 _End = tuple[int, int]
 _Message = tuple[int, int, int]
@@ -98,7 +98,7 @@ class Network:
         for stream in schedule.streams:
             self._number_messages(stream)
 
-    def _number_messages(self, stream: Stream) -> None:
+    def _number_messages(self, stream: EventStream) -> None:
         """Note which of the messages that a rank sends with a tag go to which recorded host."""
         numbers: Counter[int] = Counter()
         for event in stream.events:

@@ -16,9 +16,9 @@ from torchestra.performance.schedule import (
     Begin,
     Compute,
     Event,
+    EventStream,
     Schedule,
     Signal,
-    Stream,
     shifted,
 )
 from torchestra.performance.simulation import Run, run
@@ -183,7 +183,7 @@ class _Writer:
         self.ends = [
             (host, local_rank) for host in recorder.recorded for local_rank in range(recorder.ranks_per_host)
         ]
-        self.streams: dict[tuple[int, int, str], Stream] = {}
+        self.streams: dict[tuple[int, int, str], EventStream] = {}
         self._flags: defaultdict[int, int] = defaultdict(int)
         self._tags: defaultdict[tuple[int, int], int] = defaultdict(int)
 
@@ -208,10 +208,10 @@ class _Writer:
     def pause(self, pause: Pause) -> None:
         self.add("program", lambda rank: [Compute(pause.seconds[rank % len(pause.seconds)])])
 
-    def _stream(self, host: int, local_rank: int, name: str) -> Stream:
+    def _stream(self, host: int, local_rank: int, name: str) -> EventStream:
         key = host, local_rank, name
         if key not in self.streams:
-            self.streams[key] = Stream(host, local_rank, name)
+            self.streams[key] = EventStream(host, local_rank, name)
         return self.streams[key]
 
 

@@ -165,7 +165,7 @@ Event = (
 
 
 @dataclass
-class Stream:
+class EventStream:
     """One thread of a rank.
 
     Attributes:
@@ -193,7 +193,7 @@ class Schedule:
 
     hosts: int
     ranks_per_host: int
-    streams: list[Stream]
+    streams: list[EventStream]
     stands_for_others: int | None = None
 
     @property

@@ -24,12 +24,12 @@ from torchestra.performance.schedule import (
     AwaitFlag,
     AwaitSignal,
     Begin,
+    EventStream,
     Receive,
     Schedule,
     Send,
     SetFlag,
     Signal,
-    Stream,
 )
 
 _CONFIGURATION = ("network/model:CM02", "network/TCP-gamma:0", "contexts/factory:thread", "root.thres:error")
@@ -70,7 +70,7 @@ def _replay(schedule: Schedule, machine: Machine) -> float:
     ends: list[float] = []
     for number, stream in enumerate(schedule.streams):
 
-        def act(stream: Stream = stream) -> None:
+        def act(stream: EventStream = stream) -> None:
             replayed.act(stream)
             ends.append(engine.clock)
 
@@ -122,14 +122,14 @@ class _Replay:
                         self._released[cause].append(self._semaphores[own])
         self._numbers = {id(stream): number for number, stream in enumerate(schedule.streams)}
 
-    def _cause(self, stream: Stream, event: AwaitFlag | AwaitSignal) -> _Key:
+    def _cause(self, stream: EventStream, event: AwaitFlag | AwaitSignal) -> _Key:
         """Return which flag or signal ends a wait."""
         if isinstance(event, AwaitSignal):
             return "signal", stream.host, stream.local_rank, event.number
         index = bisect_left(self._flags[stream.host, event.local_rank], event.value)
         return "flag", stream.host, event.local_rank, index
 
-    def act(self, stream: Stream) -> None:
+    def act(self, stream: EventStream) -> None:
         """Be a stream; called on its actor."""
         me = self._simgrid.Actor.self()
         for event in stream.events:
@@ -165,7 +165,7 @@ class _Replay:
             semaphore.release()
 
     def _await(
-        self, stream: Stream, event: AwaitFlag | AwaitSignal, waited: set[_Key], factor: float
+        self, stream: EventStream, event: AwaitFlag | AwaitSignal, waited: set[_Key], factor: float
     ) -> None:
         cause = self._cause(stream, event)
         if cause in waited:
@@ -178,7 +178,7 @@ class _Replay:
             host = self._machine.host
             self._sleep(factor * host.flag_s if isinstance(event, AwaitFlag) else host.wakeup_s)
 
-    def _send(self, stream: Stream, event: Send, factor: float) -> None:
+    def _send(self, stream: EventStream, event: Send, factor: float) -> None:
         assert self._machine.link is not None
         link = self._machine.link.of(event.nbytes).times(factor)
         for other in event.hosts:
@@ -186,12 +186,12 @@ class _Replay:
             mailbox = self._mailbox(stream.host, other, stream, event.tag)
             mailbox.put_init("", round(factor * event.nbytes)).detach()  # the link has one speed for all
 
-    def _receive(self, stream: Stream, event: Receive, factor: float) -> None:
+    def _receive(self, stream: EventStream, event: Receive, factor: float) -> None:
         assert self._machine.link is not None
         link = self._machine.link.of(event.nbytes).times(factor)
         for other in event.hosts:
             self._mailbox(other, stream.host, stream, event.tag).get()
             self._sleep(link.receive_overhead_s + event.nbytes * link.receive_overhead_per_byte_s)
 
-    def _mailbox(self, source: int, target: int, stream: Stream, tag: int) -> Any:
+    def _mailbox(self, source: int, target: int, stream: EventStream, tag: int) -> Any:
         return self._simgrid.Mailbox.by_name(f"{source}.{target}.{stream.local_rank}.{tag}")

@@ -26,6 +26,7 @@ from torchestra.performance.schedule import (
     Compute,
     Copy,
     Event,
+    EventStream,
     Fetch,
     LocalCopy,
     Overhead,
@@ -36,7 +37,6 @@ from torchestra.performance.schedule import (
     Send,
     SetFlag,
     Signal,
-    Stream,
     WriteMiss,
 )
 
@@ -120,7 +120,7 @@ class _Simulation:
 class _StreamRun:
     """One stream while it runs."""
 
-    def __init__(self, stream: Stream, simulation: _Simulation) -> None:
+    def __init__(self, stream: EventStream, simulation: _Simulation) -> None:
         self._stream = stream
         self._simulation = simulation
         self._rank = stream.host * simulation.machine.ranks_per_host + stream.local_rank
