@@ -1,1 +1,1 @@
-"""Services of the system: forks, limits, memory files, deadlines, proofs of the secret, caches, imports."""
+"""Services of the system: forks, limits, /proc, memory files, deadlines, proofs, caches, imports."""
