@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
 
 import torchestra as dist
+from interrupts import lose_an_interrupt
 from torchestra.cli import main
 from torchestra.engine.recorder.flight_entries import ExecutedCalls, RankRecord, Tally
 from torchestra.engine.recorder.flight_record import FlightRecord
@@ -159,20 +159,12 @@ def test_an_interrupt_amid_a_finalizer_ends_the_writing(
 ) -> None:
     """There what it raises is lost, and finalizers run whenever a job has been looked at."""
 
-    class Looked:
-        """Interrupts this process while it is finalized."""
-
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-            for _ in range(100):  # the handler has run by then
-                pass
-
     texts: list[str] = []
 
     def text(_: object) -> str:
         assert len(texts) < 3, "the interrupt was lost"
         texts.append("# some")
-        Looked()
+        lose_an_interrupt()
         return texts[-1]
 
     monkeypatch.setattr(metrics, "_text", text)

@@ -23,14 +23,17 @@ import pytest
 from rich.console import Console
 from test_rates import ENTRY, RECEIVE, group, rank
 
+from interrupts import lose_an_interrupt
 from torchestra.cli import main
 from torchestra.engine.diagnosis import process_counts
 from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import HostRecord, RankRecord, Tally
+from torchestra.monitor import top
 from torchestra.monitor.live.keyboard import Keyboard
 from torchestra.monitor.live.recording import Recording, RecordingWriter
-from torchestra.monitor.live.samples import GroupSample, JobSample
+from torchestra.monitor.live.samples import GroupSample, JobSample, JobSampler
 from torchestra.monitor.live.screen import Screen
+from torchestra.system.interrupts import Interrupts
 
 COUNTS = ProcessCounts(10.0, 1.0, 100, 2, 0, 0, 3_000_000_000, None, 2, 9)
 
@@ -229,7 +232,7 @@ def test_keys_of_a_terminal_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal() as (ours, theirs), os.fdopen(theirs, "r") as stdin:
         before = termios.tcgetattr(theirs)
         monkeypatch.setattr(sys, "stdin", stdin)
-        with Keyboard() as keyboard:
+        with Interrupts() as interrupts, Keyboard(interrupts) as keyboard:
             os.write(ours, b"j\x1b[A\x1bOB\r\x1b[5~ \x1b")
             found = [keyboard.read(20.0) for _ in range(7)]
             assert keyboard.read(0.0) is None
@@ -276,3 +279,32 @@ def test_a_thread_that_ends_while_a_process_is_read_is_left_out(monkeypatch: pyt
     assert process_counts.read_process(os.getpid()).all_threads == 1
     end.set()
     other.join()
+
+
+class Losing(JobSampler):
+    """Stand in for a job's samples; at the second one an interrupt is lost."""
+
+    taken = 0
+
+    def __init__(self, _: object) -> None:
+        pass
+
+    def sample(self) -> JobSample:
+        self.taken += 1
+        assert self.taken < 4, "the interrupt was lost"
+        if self.taken == 2:
+            lose_an_interrupt()
+        return sample(self.taken)
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_an_interrupt_amid_a_finalizer_ends_it(monkeypatch: pytest.MonkeyPatch, on_a_terminal: bool) -> None:
+    monkeypatch.setattr(top, "JobSampler", Losing)
+    monkeypatch.setattr(top, "choose_job", lambda _: None)
+    with terminal() as (_, theirs), os.fdopen(theirs, "r+b", buffering=0) as file:
+        if on_a_terminal:
+            monkeypatch.setattr(sys, "stdin", file)
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, write_through=True))
+        assert main(["top", "--interval", "0.05", *([] if on_a_terminal else ["--json"])]) == 0
+        if on_a_terminal:
+            sys.stdout.detach()  # type: ignore[union-attr]

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.store import Store
-from torchestra.store.base import interruptible_sleep
 from torchestra.system.deadline import RunningClock
+from torchestra.system.interrupts import Interrupts
 
 REST_SECONDS = 0.2
 _LONGEST_INTERVAL_S = 1.0
@@ -83,14 +83,15 @@ class NodeRanks:
         """
         self._store.append("later", f"{self._name} ")
         count = 0
-        while not (self._store.check(["ended"]) or self._store.check(["failed"])):
-            count += 1
-            self._store.set(f"heartbeat/{self._name}", f"{count} 0")
-            for node_rank in sorted(range(len(self._ranks)), key=lambda each: each != preferred):
-                if self._take(node_rank):
-                    return node_rank
-            meanwhile()
-            interruptible_sleep(REST_SECONDS)
+        with Interrupts() as interrupts:
+            while not (self._store.check(["ended"]) or self._store.check(["failed"])):
+                count += 1
+                self._store.set(f"heartbeat/{self._name}", f"{count} 0")
+                for node_rank in sorted(range(len(self._ranks)), key=lambda each: each != preferred):
+                    if self._take(node_rank):
+                        return node_rank
+                meanwhile()
+                interrupts.wait(REST_SECONDS)
         return None
 
     def is_mine(self, node_rank: int) -> bool:

@@ -52,6 +52,7 @@ from torchestra.store.process import ProcessIdentity
 from torchestra.store.replicated import ReplicaListener
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.system.deadline import RunningClock
+from torchestra.system.interrupts import Interrupts
 
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS = 10.0
@@ -166,7 +167,8 @@ class Nodes:
         key = f"node/{self.node}"
         self._store.set(key, json.dumps(mine))
         try:
-            self._await_all(rendezvous, key, mine)
+            with Interrupts() as interrupts:
+                self._await_all(rendezvous, key, mine, interrupts)
             texts = self._store.multi_get([f"node/{other}" for other in range(self.nnodes)])
             entries = [json.loads(text) for text in texts]
             if needs_spare(self.nnodes) and self._has_spares:
@@ -258,8 +260,9 @@ class Nodes:
             self._replica = replica_listener(self._store)
             self._store.compare_set("spare", "", self._replica.address)
         try:
-            while not self._store.check(["members"]):
-                interruptible_sleep(REST_SECONDS)
+            with Interrupts() as interrupts:
+                while not self._store.check(["members"]):
+                    interrupts.wait(REST_SECONDS)
         except KeyboardInterrupt:
             with contextlib.suppress(DistError, OSError):
                 if self._replica is not None and self._store.get("spare") == self._replica.address.encode():
@@ -282,10 +285,11 @@ class Nodes:
                 f" {first['torchestra']}; install the same on all hosts"
             )
 
-    def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any]) -> None:
+    def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any], interrupts: Interrupts) -> None:
         """Wait for all launchers; after a moment, print which are missing."""
         clock, noticed = RunningClock(_LONGEST_INTERVAL_S), False
         while True:
+            interrupts.check()
             try:
                 self._store.wait([f"node/{other}" for other in range(self.nnodes)], _POLL_SECONDS)
                 return

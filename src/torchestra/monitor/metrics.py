@@ -7,7 +7,6 @@ and takes no part in it: nothing has to be switched on, and a hung or aborted jo
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from torchestra.engine.recorder.flight_record import FlightRecord, Readable, rea
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import DistError
 from torchestra.monitor.jobs import Group, find_jobs
+from torchestra.system.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _PORT = 9400
+_LOOK_SECONDS = 1.0
 _ENTRIES = 1  # of a rank's last operations: whether it is in one
 _SIZES = {bound: f"{bound >> 20} MiB" if bound >> 20 else f"{bound >> 10} KiB" for bound in SIZE_CLASS_BOUNDS}
 _LARGEST = "more"
@@ -293,19 +294,12 @@ def _text(registry: CollectorRegistry) -> str:
 
 
 def _write_for_ever(registry: CollectorRegistry, path: Path, interval_s: float) -> None:
-    """Write the file again and again until Ctrl-C, which lets the last one become whole.
-
-    It raises nothing, as what an interrupt raises in a finalizer is lost, and to look at a job runs many.
-    """
-    ended = threading.Event()
-    former = signal.signal(signal.SIGINT, lambda _number, _frame: ended.set())
-    try:
-        while not ended.is_set():
+    """Write the file again and again until Ctrl-C, which lets the last one become whole."""
+    with Interrupts(raising=False) as interrupts:
+        while not interrupts.came:
             with replacing(path) as file:
                 file.write(_text(registry))
-            ended.wait(interval_s)
-    finally:
-        signal.signal(signal.SIGINT, former)
+            interrupts.wait(interval_s)
 
 
 def _serve(registry: CollectorRegistry, address: str, port: int) -> None:
@@ -314,7 +308,9 @@ def _serve(registry: CollectorRegistry, address: str, port: int) -> None:
     server, thread = start_http_server(port, address, registry)
     print(f"torchestra metrics: http://{address}:{server.server_port}/metrics", flush=True)
     try:
-        thread.join()
+        with Interrupts() as interrupts:
+            while thread.is_alive():
+                interrupts.wait(_LOOK_SECONDS)
     finally:
         server.shutdown()
         server.server_close()

@@ -25,6 +25,7 @@ from torchestra.monitor.live.keyboard import Keyboard
 from torchestra.monitor.live.recording import Recording, RecordingWriter
 from torchestra.monitor.live.samples import Change, JobSample, JobSampler, changes, current_entry
 from torchestra.monitor.live.screen import Screen
+from torchestra.system.interrupts import Interrupts
 from torchestra.system.terminal import wide_console
 
 _EPILOG = """\
@@ -99,16 +100,16 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run(source: Source, options: argparse.Namespace) -> None:
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), Interrupts() as interrupts:
         if options.json:
-            for before, after in _pairs(source):
+            for before, after in _pairs(source, interrupts):
                 print(json.dumps(as_json(before, after)), flush=True)
                 if options.once:
                     break
         elif options.once or not sys.stdout.isatty():
-            _print_once(source)
+            _print_once(source, interrupts)
         else:
-            _show(source)
+            _show(source, interrupts)
 
 
 class Source(Protocol):
@@ -193,7 +194,7 @@ class Replay:
         return f"sample {self._index + 1} of {len(times)}, {taken}"
 
 
-def _pairs(source: Source) -> Iterator[tuple[JobSample, JobSample]]:
+def _pairs(source: Source, interrupts: Interrupts) -> Iterator[tuple[JobSample, JobSample]]:
     """Return each two neighbouring samples, as time goes; those of a file without waiting.
 
     A file of one sample has that beside itself.
@@ -204,15 +205,15 @@ def _pairs(source: Source) -> Iterator[tuple[JobSample, JobSample]]:
             pairs += 1
             yield source.before, source.after
         if not source.replays:
-            time.sleep(source.seconds)
+            interrupts.wait(source.seconds)
     if source.replays and not pairs and source.after is not None:
         yield source.after, source.after
 
 
-def _print_once(source: Source) -> None:
+def _print_once(source: Source, interrupts: Interrupts) -> None:
     """Print the first two samples of a job, or the last two of a file, as one table."""
     console = wide_console()
-    pairs = _pairs(source)
+    pairs = _pairs(source, interrupts)
     found = next(iter(deque(pairs, maxlen=1)), None) if source.replays else next(pairs, None)
     if found is None:
         console.print("the job has ended")
@@ -224,14 +225,14 @@ def _print_once(source: Source) -> None:
     console.print(*(line for part in lines for line in part), sep="\n", highlight=False)
 
 
-def _show(source: Source) -> None:
+def _show(source: Source, interrupts: Interrupts) -> None:
     """Draw the samples on the terminal as they come, and do what keys ask for."""
     from rich.console import Console
     from rich.live import Live
 
     console, screen, ended = Console(), Screen(replays=source.replays), False
     pid: int | None = None  # when it was seen first: a job is named by its first rank that lives
-    with Live(console=console, screen=True, auto_refresh=False) as live, Keyboard() as keyboard:
+    with Live(console=console, screen=True, auto_refresh=False) as live, Keyboard(interrupts) as keyboard:
         shown: tuple[JobSample | None, JobSample] | None = None
         due = time.monotonic()
         while True:

@@ -7,12 +7,11 @@ import os
 import re
 import sys
 import termios
-import time
 import tty
 from collections import deque
 from types import TracebackType
 
-from torchestra.system.readable import is_readable
+from torchestra.system.interrupts import Interrupts
 
 _SEQUENCES = {
     "\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left",
@@ -26,10 +25,14 @@ _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Za-z]|[^\x1b]|\x1b", re.DOTAL
 class Keyboard:
     """The keys of the standard input, which is a terminal; within ``with`` they come at once, and unseen.
 
+    Args:
+        interrupts: end the wait for a key.
+
     Where the standard input is something else, or the terminal has been hung up, no key ever comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
         self._descriptor = -1
         self._before: list[object] | None = None
         self._keys: deque[str] = deque()
@@ -57,9 +60,9 @@ class Keyboard:
         """
         if not self._keys:
             if self._descriptor < 0:
-                time.sleep(3600.0 if timeout_s is None else timeout_s)
+                self._interrupts.wait(timeout_s)
                 return None
-            if not is_readable(self._descriptor, timeout_s):
+            if not self._interrupts.wait(timeout_s, self._descriptor):
                 return None
             try:
                 text = os.read(self._descriptor, 256).decode(errors="replace")
