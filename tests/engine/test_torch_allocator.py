@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from forking import Child
-from torchestra.engine.kernels import blocks, shared_words
+from torchestra.engine.kernels import blocks
 from torchestra.engine.memory import torch_allocator
 from torchestra.engine.memory.torch_allocator import BlockPool, why_not
 
@@ -283,21 +285,62 @@ def test_a_block_is_taken_once_and_not_when_retired() -> None:
     assert blocks.take_block(table.address, LENGTH) == 0
 
 
+def take_interrupted(
+    table: Table, step: int, other: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, Any]:
+    """Take a block, while another thread does something whole before this one's access number ``step``."""
+    outcome: list[Any] = []
+    accesses = itertools.count()
+
+    def interrupted(name: str) -> Callable[..., int]:
+        real = getattr(blocks, name)
+
+        def access(*words: int) -> int:
+            if not outcome and next(accesses) == step:
+                outcome.append(None)  # from here on accesses are the other's, or come after it
+                outcome[0] = other()
+            return int(real(*words) or 0)
+
+        return access
+
+    with monkeypatch.context() as patch:
+        for name in ("load_acquire", "compare_exchange", "store_release"):
+            patch.setattr(blocks, name, interrupted(name))
+        patch.setattr(blocks, "_is_of", blocks._is_of.function)
+        taken = blocks.take_block.function(table.address, LENGTH)
+    return taken, outcome[0] if outcome else "never"
+
+
+ACCESSES = range(20)  # more than a block takes
+
+
+@pytest.mark.parametrize("step", ACCESSES)
+def test_of_two_threads_one_takes_the_block(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table()
+    taken, others = take_interrupted(
+        table, step, lambda: blocks.take_block(table.address, LENGTH), monkeypatch
+    )
+    assert sorted([taken, 0 if others == "never" else others]) == [0, table.entry]
+
+
 @pytest.mark.parametrize("refilled", [(2 * LENGTH, 1), (LENGTH, 2)])
-def test_a_block_that_was_retired_and_replaced_in_between_is_not_taken(
-    refilled: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ACCESSES)
+def test_a_block_that_is_retired_and_replaced_meanwhile_is_not_taken(
+    step: int, refilled: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a thread's look at an entry and its exchange Python retires the entry and fills it anew."""
     table = Table()
 
-    def exchange(address: int, expected: int, desired: int) -> int:
-        shared_words.compare_exchange(table.entry + blocks.STATE, blocks.FREE, blocks.RETIRED)
-        table.fill(*refilled)
-        return shared_words.compare_exchange(address, expected, desired)
+    def replace() -> bool:
+        retired = bool(blocks.retire_block(table.entry))
+        if retired:
+            table.fill(*refilled)
+        return retired
 
-    monkeypatch.setattr(blocks, "compare_exchange", exchange)
-    assert blocks.take_block.function(table.address, LENGTH) == 0
-    monkeypatch.undo()
-    length, pool = refilled
-    ctypes.c_int64.from_address(table.address + blocks.SERVED).value = pool
-    assert blocks.take_block(table.address, length) == table.entry  # it was left as it had been filled
+    taken, replaced = take_interrupted(table, step, replace, monkeypatch)
+    if replaced is True:
+        assert taken == 0
+        length, pool = refilled
+        ctypes.c_int64.from_address(table.address + blocks.SERVED).value = pool
+        assert blocks.take_block(table.address, length) == table.entry  # it was left as it had been filled
+    else:
+        assert taken == table.entry
