@@ -397,7 +397,12 @@ MUTATIONS: dict[str, Mutation] = {
         "ended with DistBackendError",
     ),
     "void what is committed": Mutation(
-        StoreRegisters, "void", _void_what_is_committed, GroupsWorld, groups.plan(40), "split brain"
+        StoreRegisters,
+        "void",
+        _void_what_is_committed,
+        GroupsWorld,
+        groups.plan(40).with_seed("other 7"),
+        "split brain",
     ),
     "count an empty flush": Mutation(
         PairConnection, "flush", _count_an_empty_flush, RpcWorld, rpc.plan(13), "which is well"
@@ -472,7 +477,7 @@ MUTATIONS: dict[str, Mutation] = {
         "_not_connected",
         _wait_for_no_member,
         JoiningWorld,
-        joining_rpc.plan(0),
+        joining_rpc.plan(2),
         "does not know",
     ),
     "take any for alive": Mutation(
