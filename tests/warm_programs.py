@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, NoReturn, cast
 
 TAG = "TORCHESTRA_TEST_TAG"  # by which the fixture nothing_left knows processes
-_NO_TAG = "0" * 32
+_NO_TAG = "0" * 1024
 _SERVER = "TORCHESTRA_TEST_WARM"  # where the server is found by a program that it has forked
 
 # Of the process with that id, which has started it, or is a program of it.
@@ -319,9 +319,13 @@ def _become(request: dict[str, Any], files: list[int], tag: int, server: str) ->
     if request["nested"]:
         os.environ[_SERVER] = server
         subprocess.Popen = NestedWarm
-    if (own := os.environ.get(TAG)) is not None:
-        assert len(own) == len(_NO_TAG)
-        ctypes.memmove(tag, own.encode(), len(own))
+    shown = [
+        os.environ.get(TAG, ""),
+        *(f"{name}={value}" for name, value in os.environ.items() if _is_tag(name)),
+    ]
+    text = "\0".join(shown).encode() + b"\0"
+    assert len(text) < len(_NO_TAG)
+    ctypes.memmove(tag, text, len(text))
     os.chdir(request["directory"])
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
         torch.set_num_threads(int(threads))
@@ -345,6 +349,11 @@ def _become(request: dict[str, Any], files: list[int], tag: int, server: str) ->
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code & 0xFF)
+
+
+def _is_tag(name: str) -> bool:
+    """Return whether processes are known by a variable, as those of ``nothing_left`` are by theirs."""
+    return name.endswith("_TAG") and name != TAG
 
 
 def _move(files: list[int], places: list[int]) -> None:

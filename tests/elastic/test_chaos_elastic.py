@@ -11,10 +11,13 @@ import pytest
 from tools import chaos_elastic
 from tools.chaos_elastic import Job, Kill, RankProcess, check_steps, measure
 
+from warm_programs import WarmSubprocess
+
 
 def test_ranks_that_are_killed_leave_no_trace_in_what_is_learnt(
-    capsys: pytest.CaptureFixture[str], nothing_left
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nothing_left
 ) -> None:
+    monkeypatch.setattr(chaos_elastic, "subprocess", WarmSubprocess())
     options = ["--kills", "3", "--every", "1.5", "--nproc", "3", "--step-ms", "40", "--seed", "2"]
     code = chaos_elastic.main(options)
     out, err = capsys.readouterr()

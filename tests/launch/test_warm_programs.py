@@ -126,6 +126,16 @@ print(told.stdout.decode().strip(), other.stdout.strip(), other.returncode)
 """
 
 
+def test_all_variables_that_processes_are_known_by_can_be_seen_from_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTHER_TAG", "seen")
+    with WarmProgram([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as program:
+        while b"OTHER_TAG=seen" not in Path(f"/proc/{program.pid}/environ").read_bytes().split(b"\0"):
+            assert program.poll() is None
+        program.communicate("\n", timeout=100)
+
+
 @pytest.mark.parametrize(("kind", "loaded"), [(NestedWarm, True), (WarmIfPython, False)])
 def test_what_a_program_starts_is_forked_too_where_that_is_asked_for(kind: Any, loaded: bool) -> None:
     with kind([sys.executable, "-c", STARTING], stdout=subprocess.PIPE, text=True) as program:
