@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
-from torchestra.launcher import RemoteTraceback, launch
+from torchestra.launcher import RemoteTraceback, fork_server_client, launch
+from warm_programs import NestedWarm, WarmSubprocess
 
 STATE: list[str] = []
 
@@ -31,6 +33,11 @@ class Unpicklable(Exception):
     def __init__(self, what: str, *, lock: Any) -> None:
         super().__init__(what)
         self.lock = lock
+
+
+@pytest.fixture(autouse=True)
+def _servers_have_loaded_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_client, "subprocess", WarmSubprocess())
 
 
 def rank() -> int:
@@ -185,8 +192,10 @@ def _say_and_hear(read: str, write: str) -> int:
 
 def test_a_server_that_died_meanwhile_is_replaced() -> None:
     (server,) = launch(os.getppid, 1)
+    process = os.pidfd_open(server)
     os.kill(server, signal.SIGKILL)
-    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    select.select([process], [], [])
+    os.close(process)
     (another,) = launch(os.getppid, 1)
     assert another != server
 
@@ -235,9 +244,9 @@ if __name__ == "__main__":
 """
 
 
-def program(tmp_path, *arguments: str) -> subprocess.Popen[str]:
+def program(tmp_path, *arguments: str, fresh: bool = False) -> subprocess.Popen[str]:
     (tmp_path / "program.py").write_text(PROGRAM)
-    return subprocess.Popen(
+    return (subprocess.Popen if fresh else NestedWarm)(
         [sys.executable, str(tmp_path / "program.py"), *arguments],
         text=True,
         stdout=subprocess.PIPE,
@@ -254,7 +263,7 @@ def test_a_scripts_own_functions_and_classes_go_and_come_back(tmp_path, nothing_
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_an_ended_program(signum, tmp_path, nothing_left) -> None:
-    process = program(tmp_path, "wait")
+    process = program(tmp_path, "wait", fresh=signum == signal.SIGKILL)
     assert process.stdout is not None
     while not process.stdout.readline().endswith("ready\n"):
         assert process.poll() is None
