@@ -17,6 +17,7 @@ from pages import PAGES, ROOT, Commands, Page, read
 
 import torchestra
 from torchestra.cli import COMMANDS
+from warm_programs import is_python, run_warm
 
 READ = [read(path) for path in PAGES]
 BLOCKS = [(page, block) for page in READ for block in page.commands]
@@ -128,9 +129,8 @@ def test_commands_print_what_the_page_shows(
         words = [sys.executable if word == "python" else word for word in shlex.split(line)]
         if words[0] == "torchestra":
             words = [sys.executable, "-m", *words]
-        done = subprocess.run(
-            words, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_SECONDS, check=False
-        )
+        run = run_warm if is_python(words) else subprocess.run
+        done = run(words, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_SECONDS)
         assert done.returncode == 0, done.stderr
         printed += done.stdout
     # Ranks print in any order.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from torchestra.system.temporary_folder import temporary_folder
+from warm_programs import run_warm
 
 pytest.importorskip("IPython", reason="IPython is not installed")
 
@@ -53,7 +54,7 @@ for number, cell in enumerate(CELLS):
 def run_cells(directory: os.PathLike[str], *cells: str) -> list[tuple[bool, str]]:
     """Run cells in a shell; for each whether it went well, and what was shown."""
     program = f"CELLS = {cells!r}\n{SHELL}"
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", program],
         cwd=directory,
         env={**os.environ, "IPYTHONDIR": os.fspath(directory)},
@@ -61,7 +62,7 @@ def run_cells(directory: os.PathLike[str], *cells: str) -> list[tuple[bool, str]
         stderr=subprocess.STDOUT,
         text=True,
         timeout=110,
-        check=False,
+        nested=True,
     )
     assert done.returncode == 0, done.stdout
     shown = [part.partition("\n")[2] for part in done.stdout.split("=== ")]

@@ -23,6 +23,7 @@ from torchestra.cli import main
 from torchestra.engine.recorder.flight_entries import ExecutedCalls, RankRecord, Tally
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.monitor import metrics
+from warm_programs import WarmProgram
 from worlds import KINDS, ProcessWorld, await_note, leave_note, processes, run
 
 SOON = 90.0
@@ -120,9 +121,9 @@ def test_prometheus_reads_what_is_printed(job: ProcessWorld, capsys: pytest.Capt
     check(capsys.readouterr().out, job)
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def started(*arguments: str) -> WarmProgram:
     command = [sys.executable, "-m", "torchestra", "metrics", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return WarmProgram(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_prometheus_reads_what_is_served_and_ctrl_c_ends_it(job: ProcessWorld) -> None:

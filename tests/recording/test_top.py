@@ -9,7 +9,6 @@ import pty
 import re
 import sqlite3
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -34,6 +33,7 @@ from torchestra.monitor.live.recording import Recording, RecordingWriter
 from torchestra.monitor.live.samples import GroupSample, JobSample, JobSampler
 from torchestra.monitor.live.screen import Screen
 from torchestra.system.interrupts import Interrupts
+from warm_programs import WarmProgram
 
 COUNTS = ProcessCounts(10.0, 1.0, 100, 2, 0, 0, 3_000_000_000, None, 2, 9)
 
@@ -252,7 +252,7 @@ def test_a_replay_on_a_terminal_obeys_keys(tmp_path: Path) -> None:
     path = recorded(tmp_path / "job.top")
     command = [sys.executable, "-m", "torchestra", "top", "--replay", str(path), "--speed", "1000"]
     with terminal() as (ours, theirs):
-        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+        process = WarmProgram(command, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         with process:
             await_text(ours, "sample 3 of 3")

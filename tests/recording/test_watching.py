@@ -24,6 +24,7 @@ from torchestra.cli import main
 from torchestra.monitor import diagnosis, jobs
 from torchestra.monitor.jobs import find_jobs
 from torchestra.monitor.live.recording import Recording
+from warm_programs import WarmProgram, run_warm
 from worlds import ProcessWorld, await_note, leave_note, processes
 from worlds import run as run_world
 
@@ -179,7 +180,7 @@ def test_top_draws_until_the_job_ends_and_records_what_it_saw(job: ProcessWorld,
     command = [sys.executable, "-m", "torchestra", "top", "--interval", "0.1", "--job", str(job.pids[0])]
     command += ["--record", str(tmp_path / "job.top")]
     room_for_a_page = {**os.environ, "LINES": "50", "COLUMNS": "120"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=room_for_a_page)
+    process = WarmProgram(command, stdin=theirs, stdout=theirs, stderr=theirs, env=room_for_a_page)
     os.close(theirs)
     drawn = b""
     with process:
@@ -368,7 +369,7 @@ threading.Event().wait()
 
 def test_a_process_that_started_several_jobs_names_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", STARTER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as starter:
+    with WarmProgram(command, stdout=subprocess.PIPE, start_new_session=True) as starter:
         try:
             assert starter.stdout is not None
             assert [starter.stdout.readline() for _ in range(4)] == [b"ready\n"] * 4
@@ -499,7 +500,7 @@ def test_the_launcher_keeps_the_record_of_a_job_that_fails(tmp_path: Path) -> No
     script.write_text(FAILING)
     command = ["run", "-n", "2", "--record", str(kept), str(script)]
     command = [sys.executable, "-m", "torchestra", *command]
-    ended = subprocess.run(command, check=False, capture_output=True, timeout=100)
+    ended = run_warm(command, capture_output=True, timeout=100)
     assert ended.returncode == 1
     assert b"this rank fails" in ended.stderr
     out = tmp_path / "trace.json"
