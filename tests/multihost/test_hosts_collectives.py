@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from references import DEFINED, INTEGERS, reduced, sample
 from torchestra.engine.dtypes import DTYPES
 from torchestra.engine.multihost import all_to_all, broadcast_gather, hierarchy, reduction
 from torchestra.types import ReduceOp
+
+PREMUL_SUM = ReduceOp.premul_sum(0.5)
 
 
 @pytest.fixture
@@ -66,14 +69,29 @@ def test_every_dtype_can_be_sent() -> None:
     on_threads((1, 2), every_dtype_moves)
 
 
-def every_reduction() -> list[bytes]:
+class Samples:
+    """What ranks that are threads reduce, and the result: made once for all of them."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.dtype, ReduceOp, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, dtype: torch.dtype, op: ReduceOp, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the tensors of the ranks, of ``length`` for each of them, and their reduction."""
+        with self._lock:
+            if (key := (dtype, op, length)) not in self._made:
+                size = dist.get_world_size()
+                inputs = [finite(sample(dtype, size * length, seed=peer)) for peer in range(size)]
+                self._made[key] = inputs, reduced(inputs, op)
+            return self._made[key]
+
+
+def every_reduction(samples: Samples) -> list[bytes]:
     """All pairs of dtype and operation, few elements and several chunks; the results of all_reduce."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    everything = []
-    for dtype, op in [*DEFINED, (torch.float32, ReduceOp.premul_sum(0.5))]:
+    rank, everything = dist.get_rank(), []
+    for dtype, op in [*DEFINED, (torch.float32, PREMUL_SUM)]:
         for length in (2, 600):
-            inputs = [finite(sample(dtype, size * length, seed=peer)) for peer in range(size)]
-            expected = reduced(inputs, op)
+            inputs, expected = samples.of(dtype, op, length)
             everywhere = inputs[rank].clone()
             dist.all_reduce(everywhere, op)
             part = torch.empty(length, dtype=dtype)
@@ -110,7 +128,7 @@ def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_reduction_is_right_and_the_same_on_every_rank(layout: Layout) -> None:
-    first, *others = on_threads(layout, every_reduction)
+    first, *others = on_threads(layout, every_reduction, Samples())
     assert all(other == first for other in others)
 
 

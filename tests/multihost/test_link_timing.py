@@ -19,7 +19,7 @@ from torchestra.performance.link_timing import (
 
 def measure() -> tuple[LinkMeasurement | None, list[str]]:
     said: list[str] = []
-    return measure_link(0.2, 0.5, said.append), said
+    return measure_link(0.02, 0.5, said.append), said
 
 
 def join_and_measure() -> None:

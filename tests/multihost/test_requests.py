@@ -20,7 +20,7 @@ from torchestra.store.secret import SECRET_VARIABLE
 from torchestra.world.registry import thread_rank
 
 PER_HOST = 4
-SIZES = (16, 32, 64)
+SIZES = (8, 16, 32)
 CARD_BYTES = 100
 
 
