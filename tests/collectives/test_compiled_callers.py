@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # here, so that ranks, which are forked, need not import it
 
 import torchestra as dist
 from torchestra.functional import all_reduce

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # here, so that ranks, which are forked, need not import it
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config

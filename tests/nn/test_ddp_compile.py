@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # here, so that ranks, which are forked, need not import it
 from ddp_models import batch, gradients, loss, mlp, seeded, share
 
 import torchestra as dist
