@@ -27,6 +27,7 @@ import torchestra as dist
 from mpich_memory import mpich_memory_removed
 from torchestra.engine.multihost.mpi import end_mpi
 from torchestra.store import Store
+from warm_programs import WarmProgram, is_python
 from worlds import ProcessWorld, processes
 
 SECRET = "a secret of these tests"
@@ -58,6 +59,22 @@ def on_host(network: Network, host: int, *command: str) -> list[str]:
     name = network.hosts[host]
     script = f'hostname {name}; exec "$@"'
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, "sh", *command]
+
+
+# What a launcher that is forked does before it runs its module.
+_ON_HOST = """
+import os, runpy, sys
+from tools.chaos.network import enter
+_, name, os.environ["TORCHESTRA_SECRET"], module, *arguments = sys.argv
+enter(name)
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def forked_on_host(network: Network, host: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs a module on a host, and can be forked with torch loaded; it knows the secret."""
+    return [sys.executable, "-c", _ON_HOST, network.hosts[host], SECRET, module, *arguments]
 
 
 def addresses(layout: Layout) -> str:
@@ -103,13 +120,11 @@ def by_openmpi(network: Network, layout: Layout, directory: Path, program: Seque
 
 
 def by_torchestra(network: Network, layout: Layout, directory: Path, program: Sequence[str]) -> Commands:
-    run = [sys.executable, "-m", "torchestra", "run", "--nnodes", str(len(layout))]
-    run += ["--rendezvous", f"10.77.0.1:{PORT}"]
+    run = ["torchestra", "run", "--nnodes", str(len(layout)), "--rendezvous", f"10.77.0.1:{PORT}"]
     return [
-        on_host(
+        forked_on_host(
             network,
             host,
-            *("env", f"TORCHESTRA_SECRET={SECRET}"),
             *run,
             *("--node-rank", str(host), "--nproc", str(ranks)),
             *program[1:],
@@ -119,13 +134,12 @@ def by_torchestra(network: Network, layout: Layout, directory: Path, program: Se
 
 
 def by_torchrun(network: Network, layout: Layout, directory: Path, program: Sequence[str]) -> Commands:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(layout))]
+    run = ["torch.distributed.run", "--nnodes", str(len(layout))]
     run += ["--master-addr", "10.77.0.1", "--master-port", PORT]
     return [
-        on_host(
+        forked_on_host(
             network,
             host,
-            *("env", f"TORCHESTRA_SECRET={SECRET}"),
             *run,
             *("--node-rank", str(host), "--nproc-per-node", str(ranks)),
             *program[1:],
@@ -179,7 +193,8 @@ def launched(
         directory.mkdir()
         try:
             for command in LAUNCHERS[launcher](network, layout, directory, program):
-                jobs.append(subprocess.Popen(command, env=plain, start_new_session=True))
+                start = WarmProgram if is_python(command) else subprocess.Popen
+                jobs.append(start(command, env=plain, start_new_session=True))
             yield world
         finally:
             world.close()
