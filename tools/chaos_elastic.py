@@ -36,12 +36,17 @@ import tempfile
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `tools`
+
+from tools.ending import die_with_parent, leaving_on_signals
 
 from torchestra.engine.failure.liveness import process_start
 from torchestra.errors import DistError
@@ -122,6 +127,7 @@ class Job:
                 stderr=err,
                 env={**os.environ, _TAG: self.tag, "TORCHESTRA_SECRET": self.secret},
                 start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - has no threads
             )
 
     @property
@@ -161,7 +167,7 @@ class Job:
         processes = (entry for entry in Path("/proc").iterdir() if entry.name.isdecimal())
         return [line for entry in processes if (line := _command_line(entry, self.tag))]
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """Leave nothing of it."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -427,15 +433,6 @@ def report(settings: argparse.Namespace, killer: Killer, times: Times, steps: in
     return "\n".join(lines)
 
 
-@contextmanager
-def ended(job: Job) -> Iterator[Job]:
-    """Yield a job, of which nothing is left afterwards."""
-    try:
-        yield job
-    finally:
-        job.kill()
-
-
 def _memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("torch")}
 
@@ -445,7 +442,7 @@ def disturb(settings: argparse.Namespace, folder: Path, trained: str) -> tuple[J
     shared = _memory()
     text = f"{trained} --step-ms {settings.step_ms} --optimizer {settings.optimizer} --replicas {_REPLICAS}"
     arguments = text.split()
-    with ended(Job(folder / "disturbed", settings.nproc, *arguments, elastic=True)) as job:
+    with closing(Job(folder / "disturbed", settings.nproc, *arguments, elastic=True)) as job:
         killer = Killer(job, settings)
         killer.run()
         (job.folder / "hurry").touch()
@@ -467,6 +464,7 @@ def disturb(settings: argparse.Namespace, folder: Path, trained: str) -> tuple[J
     return job, killer, problems
 
 
+@leaving_on_signals()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run once; return the exit code."""
     settings = options(arguments)
@@ -475,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         trained = f"--steps {steps} --state-mb {settings.state_mb} --model-mb {settings.model_mb}"
         job, killer, problems = disturb(settings, folder, trained)
-        with ended(Job(folder / "undisturbed", 1, *trained.split(), elastic=False)) as undisturbed:
+        with closing(Job(folder / "undisturbed", 1, *trained.split(), elastic=False)) as undisturbed:
             undisturbed.await_end()
         processes = job.processes()
         problems += check_steps(processes, undisturbed.processes(), steps)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +15,7 @@ import pytest
 from tools import chaos_elastic
 from tools.chaos_elastic import Job, Kill, RankProcess, check_steps, measure
 
-from warm_programs import WarmSubprocess
+from warm_programs import WarmProgram, WarmSubprocess
 
 
 def test_ranks_that_are_killed_leave_no_trace_in_what_is_learnt(
@@ -25,6 +29,19 @@ def test_ranks_that_are_killed_leave_no_trace_in_what_is_learnt(
     assert re.match("[1-3] kills of processes that serve the store\n3 kills", out), "at least the primary"
     assert "every step was done, none twice, and all states are those of an undisturbed training" in out
     nothing_left()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_that_ends_it_ends_its_job(signum: int, tmp_path: Path, nothing_left) -> None:
+    command = [sys.executable, chaos_elastic.__file__, "--kills", "9", "--every", "9", "--nproc", "2"]
+    with WarmProgram(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        while not list(tmp_path.glob("*/disturbed/log-*")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signum)
+        process.wait()
+    nothing_left()
+    assert signum == signal.SIGKILL or not list(tmp_path.glob("torchestra-chaos-*"))
 
 
 class Training:
