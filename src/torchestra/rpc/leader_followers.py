@@ -31,7 +31,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, TypeAlias
 
 import torch
@@ -39,6 +39,7 @@ import torch
 from torchestra.engine.p2p import Message
 from torchestra.rpc.router import Endpoint
 from torchestra.rpc.thread_state import run_detached, thread_state
+from torchestra.system.exiting import ends_at_exit
 from torchestra.system.limits import start_thread
 from torchestra.system.try_lock import TryLock
 
@@ -119,6 +120,7 @@ class LeaderFollowersPool:
         self._busy: set[threading.Thread] = set()  # those that do a job; each adds and removes itself
         self._idle: list[threading.Lock] = []
         self._waiting: list[Waitable] = []
+        ends_at_exit(self)
 
     def start(self) -> None:
         """Start the first thread."""
@@ -310,6 +312,10 @@ class LeaderFollowersPool:
         for thread in threads:
             if thread is not threading.current_thread() and thread not in self._busy:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def running(self) -> Collection[threading.Thread]:
+        """Return the threads that do a job now."""
+        return tuple(self._busy)
 
     # -- threads of the pool
 
