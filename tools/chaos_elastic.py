@@ -39,14 +39,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `tools`
 
-from tools.ending import die_with_parent, leaving_on_signals
+from tools.ending import dying_with_this, leaving_on_signals
 
 from torchestra.engine.failure.liveness import process_start
 from torchestra.errors import DistError
@@ -127,7 +126,7 @@ class Job:
                 stderr=err,
                 env={**os.environ, _TAG: self.tag, "TORCHESTRA_SECRET": self.secret},
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - has no threads
+                preexec_fn=dying_with_this(signal.SIGTERM),  # noqa: PLW1509 - has no threads
             )
 
     @property

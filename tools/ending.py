@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -15,11 +15,16 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # a forked child loads nothing
 
 
-def die_with_parent(parent: int, signum: int) -> None:
-    """Have the kernel send this new process a signal when the thread ends that has started it."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:
-        os._exit(1)
+def dying_with_this(signum: int) -> Callable[[], None]:
+    """Return what a new process calls for the kernel to send it a signal when this thread ends."""
+    parent = os.getpid()
+
+    def begin() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signum)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return begin
 
 
 @contextmanager
