@@ -46,8 +46,11 @@ def start_server() -> Connection:
         tests = os.getpid()
         pid = os.fork()
         if pid == 0:
-            ours.close()
-            _serve(theirs, tests)
+            try:
+                ours.close()
+                _serve(theirs, tests)
+            finally:
+                os._exit(1)  # whatever ends it must not go on in a copy of the tests' process
         theirs.close()
         _server = (os.getpid(), pid, ours)
         atexit.register(_stop_server)
