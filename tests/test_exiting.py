@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -76,6 +77,27 @@ def test_one_that_is_inside_of_a_long_call_is_not_waited_for(pools: list[Pool]) 
     pools[0].thread.join()
 
 
+CALLBACK = """
+import sys, threading, torch
+import torchestra as dist
+
+begun = threading.Event()
+
+def compute(_):
+    begun.set()
+    value = torch.ones(30_000)
+    while True:
+        value = value * 1.0001 + 1.0
+
+dist.init_process_group(init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+if sys.argv[1] == "0":  # rank 1 begins when the callback is there, which therefore runs on the group's thread
+    dist.all_reduce(torch.ones(10), async_op=True).get_future().then(compute)
+    open(sys.argv[2] + "-pipe", "w").close()
+    begun.wait()
+else:
+    open(sys.argv[2] + "-pipe").close()
+    dist.all_reduce(torch.ones(10))
+"""
 PROGRAM = """
 import os, sys, threading, torch
 from torchestra import rpc
@@ -95,9 +117,11 @@ begun.wait()
 """
 
 
-def test_workers_that_end_amid_functions_of_torch_end_well(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+@pytest.mark.parametrize("text", [PROGRAM, CALLBACK], ids=["remote function", "callback of a future"])
+def test_processes_that_end_amid_functions_of_torch_end_well(text: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(text)
     for attempt in range(3):
+        os.mkfifo(tmp_path / f"store{attempt}-pipe")
         command = [sys.executable, str(tmp_path / "program.py")]
         pipes = {"stderr": subprocess.PIPE, "text": True}
         workers = [

@@ -409,6 +409,9 @@ class _Queued(Task):
     def is_bound(self) -> bool:
         return self.new_work.has_future()
 
+    def is_in_callbacks(self) -> bool:
+        return self.new_work.is_in_callbacks()
+
     def __call__(self, dequeue: Callable[[], None]) -> None:
         if not self.ran:
             self.ran = True

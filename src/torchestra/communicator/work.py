@@ -216,6 +216,10 @@ class Work:
         """Return whether :meth:`get_future` has been called: its callbacks may do anything."""
         return self._future is not None
 
+    def is_in_callbacks(self) -> bool:
+        """Return whether the operation has ended, and there is a future that is told so, or has been."""
+        return self._ended and self._future is not None
+
     def finish(self, result: list[Any], source: int = -1, dequeue: Callable[[], None] | None = None) -> None:
         """Note, for the group, that the operation has ended well.
 

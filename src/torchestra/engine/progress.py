@@ -25,7 +25,7 @@ import contextvars
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from torchestra.engine.entry_layout import State
 from torchestra.engine.kernels import doorbell
+from torchestra.system.exiting import ends_at_exit
 from torchestra.system.limits import start_thread
 
 Dequeue = Callable[[], None]
@@ -60,6 +61,9 @@ class Task(Protocol):
 
     def is_bound(self) -> bool:
         """Return whether only the group's thread may run it."""
+
+    def is_in_callbacks(self) -> bool:
+        """Return whether its operation is over, and what remains are callbacks, which may do anything."""
 
 
 _EXIT_SECONDS = 0.5
@@ -148,6 +152,7 @@ class ProgressThread:
             self._thread = None
             raise
         _started.add(self)
+        ends_at_exit(self)
 
     def start_now(self) -> None:
         """Make the thread begin now: a caller waits for a task and cannot :meth:`progress`."""
@@ -194,6 +199,11 @@ class ProgressThread:
         self.submit(last)
         self.start_now()
         last.over.wait(timeout_s)
+
+    def running(self) -> Collection[threading.Thread]:
+        """Return the thread if it runs the callbacks of a task."""
+        thread, tasks = self._thread, tuple(self._tasks)
+        return () if thread is None or not tasks or not tasks[0][1].is_in_callbacks() else (thread,)
 
     def close(self, timeout_s: float) -> None:
         """Let the queued tasks end, and the thread with them; wait at most ``timeout_s``."""
@@ -268,3 +278,6 @@ class _DrainTask(Task):
 
     def is_bound(self) -> bool:
         return True
+
+    def is_in_callbacks(self) -> bool:
+        return False
