@@ -18,7 +18,7 @@ from verification.ranks import Ranks
 from verification.report import names_of
 from verification.search import Make, Outcome, search, walk
 
-_STATES, _SECONDS = 150_000, 60.0
+_STATES, _SECONDS = 150_000, 40.0
 _BOUNDED_STATES = 20_000
 _FEW_STATES, _WALK_SECONDS = 3_000, 10.0
 _PROTOCOL_SECONDS, _PROTOCOL_WALK_SECONDS = 10.0, 2.0
