@@ -94,15 +94,21 @@ def test_a_connection_that_zeromq_has_closed_proves_nothing(listener: Listener) 
         assert listener.prove(descriptor, 1) is None
 
 
+def connections(listener: Listener, stack: contextlib.ExitStack) -> list[tuple[socket.socket, socket.socket]]:
+    """Return many connections, which end with the stack."""
+    ends = [connection(listener) for _ in range(20)]
+    for end in ends:
+        for each in end:
+            stack.enter_context(each)
+    return ends
+
+
 def test_who_comes_from_an_expected_ranks_port_is_shut_down_last(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listeners, "MAX_UNAUTHENTICATED", 3)
     with contextlib.ExitStack() as stack:
-        ends = [connection(listener) for _ in range(20)]
-        for came, accepted in ends:
-            stack.enter_context(came)
-            stack.enter_context(accepted)
+        ends = connections(listener, stack)
         known = ends[:3]
         listener.known_ports = {came.getsockname()[1] for came, _ in known}
         listener.monitor = Told(*((zmq.EVENT_ACCEPTED, accepted.fileno()) for _, accepted in ends))
@@ -121,10 +127,7 @@ def test_none_of_those_who_may_have_said_hello_is_shut_down(
     """
     monkeypatch.setattr(listeners, "MAX_UNAUTHENTICATED", 2)
     with contextlib.ExitStack() as stack:
-        ends = [connection(listener) for _ in range(20)]
-        for came, accepted in ends:
-            stack.enter_context(came)
-            stack.enter_context(accepted)
+        ends = connections(listener, stack)
         there, later = ends[:2], ends[2:]
         listener.monitor = Told(*((zmq.EVENT_ACCEPTED, accepted.fileno()) for _, accepted in there))
         listener.hold(7)

@@ -96,8 +96,13 @@ class _Allocator:
         shared_words.store_ordered(self.address + offset, value)
 
     def forget(self) -> None:
-        """In a forked child, give out no blocks: the parent uses them."""
+        """In a forked child, give out none of the parent's blocks, whichever pool is served there.
+
+        The table is the child's own, but the blocks are memory that the parent uses.
+        """
         self._words[blocks.SERVED // 8] = 0
+        for number in range(self._words[blocks.NUMBER // 8]):
+            self._words[(blocks.ENTRIES + number * blocks.ENTRY_BYTES + blocks.POOL) // 8] = 0
         self._lock = threading.Lock()
 
     def new_pool(
