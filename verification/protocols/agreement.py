@@ -29,6 +29,9 @@ IN, EXCLUDED, LATE, INTERRUPTED = "is in", "is excluded", "gave up", "was interr
 
 
 _MOST_OFFERS = 10
+_MOST_OVERLOOKED = 2
+"""How many looks of a rank at its own host may miss a death. The product's miss those of the last milliseconds
+(liveness.py), for which the model has no clock; a rank that never learned of one could propose it for ever."""
 
 
 class SplitBrain(Violation):
@@ -248,7 +251,8 @@ class ArenaAgreement:
             SERVICES,
             self.check,
             {"offers": (0,) * self.size, "open": frozenset(), "asked": frozenset(), "given": frozenset(),
-             "in": frozenset(), "known": (frozenset(self.dead),) * self.size, "decided": None},
+             "in": frozenset(), "known": (frozenset(self.dead),) * self.size,
+             "overlooked": (0,) * self.size, "decided": None},
             self.rules,
             CHOICES,
         )  # fmt: skip
@@ -333,7 +337,7 @@ def _offer(world: ProtocolWorld, rank: int, choice: Any) -> bytes:
     number = counts[rank] + 1
     if number > _MOST_OFFERS:
         raise NeverEnds(f"rank {rank} proposes again and again")
-    world.facts["offers"] = (*counts[:rank], number, *counts[rank + 1 :])
+    world.facts["offers"] = _with(counts, rank, number)
     key = bytes([rank + 1, number]).ljust(32, b"\0")
     world.facts["open"] |= {key}
     return key
@@ -371,17 +375,24 @@ def _who_is_gone(world: ProtocolWorld, rank: int, choice: Any) -> tuple[int, ...
     if isinstance(choice, tuple):  # a wrong belief, which does not last
         world.suspicions += 1
         return tuple(sorted({*world.facts["known"][rank], *choice}))
-    known = list(world.facts["known"])
+    facts = world.facts
     if choice:
-        known[rank] = world.crashed
-        world.facts["known"] = tuple(known)
-    return tuple(sorted(known[rank]))
+        facts["known"] = _with(facts["known"], rank, world.crashed)
+    elif "overlooked" in facts and facts["known"][rank] != world.crashed:
+        facts["overlooked"] = _with(facts["overlooked"], rank, facts["overlooked"][rank] + 1)
+    return tuple(sorted(facts["known"][rank]))
+
+
+def _with(values: tuple[Any, ...], rank: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:rank], value, *values[rank + 1 :])
 
 
 def _beliefs(world: ProtocolWorld, rank: int) -> Iterable[Any]:
-    """A rank learns late of a death, or now; and may take one that lives for dead."""
-    yield 0
-    if world.facts["known"][rank] != world.crashed:
+    """A rank learns of a death now or later; and may take one that lives for dead."""
+    learns = world.facts["known"][rank] != world.crashed
+    if not learns or "overlooked" not in world.facts or world.facts["overlooked"][rank] < _MOST_OVERLOOKED:
+        yield 0
+    if learns:
         yield 1
     if world.suspicions < world.model.rules.suspicions:
         for other in range(len(world.stops)):
