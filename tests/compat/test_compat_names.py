@@ -143,9 +143,9 @@ NAMES = {
         BackendType.TENSORPIPE PyRRef RRef RpcBackendOptions TensorPipeAgent
         TensorPipeRpcBackendOptions WorkerInfo _delete_all_user_and_unforked_owner_rrefs
         _get_current_rpc_agent _get_debug_info _init_rpc_backend _is_current_rpc_agent_set
-        _rref_context_get_debug_info _set_rpc_timeout api backend_registry constants functions
-        get_rpc_timeout get_worker_info init_rpc internal is_available options remote rpc_async
-        rpc_sync shutdown
+        _rref_context_get_debug_info _set_rpc_timeout api backend_registry constants
+        enable_gil_profiling functions get_rpc_timeout get_worker_info init_rpc internal is_available
+        options remote rpc_async rpc_sync shutdown
     """,
     "torchestra.compat.rpc._testing": """
         FaultyTensorPipeAgent FaultyTensorPipeRpcBackendOptions faulty_agent_backend_registry is_available

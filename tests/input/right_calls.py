@@ -263,6 +263,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "functional.wait_tensor": lambda: {"tensor": t()},
     # -- remote procedure calls
+    "rpc.enable_gil_profiling": lambda: {"flag": True},
     "rpc.get_worker_info": dict,
     "rpc.set_rpc_timeout": lambda: {"seconds": 30},
     "rpc.rpc_sync": lambda: {"to": other(), "func": nothing},

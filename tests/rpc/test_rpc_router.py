@@ -18,7 +18,7 @@ class Ring:
     def __init__(self) -> None:
         self.messages: deque[Message] = deque()
         self.in_hand: Message | None = None
-        self.send_leftovers = self.watch = self.wake_leader = self.close = None
+        self.gil_waits = self.send_leftovers = self.watch = self.wake_leader = self.close = None
 
     def send(self, peer: int, kind: int, tag: int, parts: Any, *rest: Any) -> None:
         assert len(self.messages) < ROOM, "the thread that delivers would wait for the worker itself"

@@ -7,6 +7,7 @@ that torch.distributed.rpc has for them. See docs/rpc.md.
 from torchestra.rpc import functions, gathering, leaks
 from torchestra.rpc.api import (
     debug_info,
+    enable_gil_profiling,
     get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
@@ -31,6 +32,7 @@ __all__ = [
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "debug_info",
+    "enable_gil_profiling",
     "functions",
     "gathering",
     "get_rpc_timeout",

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from torchestra.engine.p2p.gil_waits import GilWaits
 from torchestra.errors import DistBackendError, InvalidArgumentError, RpcError, RpcTimeoutError
 from torchestra.rpc import plain, remote_errors
 from torchestra.rpc.answers import AnswerHandler
@@ -73,6 +74,7 @@ class Agent:
     Attributes:
         number, end_reason: of this worker, see :class:`Workers`; how it ends, for messages.
         checks: functions that :meth:`check` calls.
+        gil_waits: how long its threads wait for the GIL when a message has come, while that is measured.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Agent:
         self.executor = CallExecutor(self)
         self.answers = AnswerHandler(self)
         self.endpoint = router.endpoint(self.liveness.is_lost)
+        self.gil_waits = GilWaits() if self.endpoint is None else self.endpoint.gil_waits
         limits = options.num_worker_threads, options.max_worker_threads
         self.pool = LeaderFollowersPool(self.info.name, self.endpoint, self._dispatch, self.check, *limits)
         forget_in_children(self)

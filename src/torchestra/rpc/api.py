@@ -135,13 +135,30 @@ def set_rpc_timeout(seconds: float | timedelta) -> None:
 
 
 def debug_info() -> dict[str, str]:
-    """Return how many references, calls and threads this worker has, by torch.distributed.rpc's names."""
+    """Return how many references, calls and threads this worker has, by torch.distributed.rpc's names.
+
+    After :func:`enable_gil_profiling` also how long threads wait for the GIL.
+    """
     agent: Agent = current_agent()
     counts = agent.rrefs.counts()
     counts["agent.num_pending_requests"] = len(agent.pending)
     counts["agent.thread_pool_size"] = agent.pool.max_idle
     counts["agent.num_threads"] = agent.pool.threads
-    return {name: str(number) for name, number in counts.items()}
+    found = {name: str(number) for name, number in counts.items()}
+    if agent.gil_waits.enabled:
+        found["agent.gil_average_wait_time_us"] = f"{agent.gil_waits.average_us:.6f}"
+    return found
+
+
+@checked
+def enable_gil_profiling(flag: bool) -> None:
+    """Measure, or measure no more, how long this worker's threads wait for the GIL once a message has come.
+
+    :func:`debug_info` then has the average of all waits, as ``agent.gil_average_wait_time_us``. Messages that
+    were there before a thread looked are not among them; nor is the time until messages from other hosts were
+    read from the network.
+    """
+    current_agent().gil_waits.enable(flag)
 
 
 def _checked(func: Any, args: Any, kwargs: Any, name: str) -> tuple[Any, ...]:

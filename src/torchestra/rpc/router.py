@@ -15,6 +15,7 @@ import torch
 
 from torchestra.engine import p2p
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.p2p.gil_waits import GilWaits
 from torchestra.rpc.shared_buffers import OpenedBuffers, SharedBufferPool
 from torchestra.transport.message import Message, Sending
 
@@ -33,9 +34,11 @@ class Endpoint(Protocol):
 
     Attributes:
         in_hand: the message that was received last, until whoever received it sets this to None.
+        gil_waits: of the threads that receive, for the GIL.
     """
 
     in_hand: Message | None
+    gil_waits: GilWaits
 
     def send(
         self,
@@ -200,6 +203,7 @@ class RoutedEndpoint:
         self._announced = 0  # written by the thread that delivers
         self._noticed = 0  # written by the leader, after it has received one
         self.in_hand: Message | None = None
+        self.gil_waits = shared_memory.gil_waits
         self.send_leftovers = shared_memory.send_leftovers
         self.watch = shared_memory.watch
         self.wake_leader = shared_memory.wake_leader

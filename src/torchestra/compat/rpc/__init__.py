@@ -14,7 +14,7 @@ from torchestra.compat.rpc.api import _is_current_rpc_agent_set
 from torchestra.compat.rpc.backend_registry import BackendType
 from torchestra.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchestra.errors import InvalidArgumentTypeError, RpcError
-from torchestra.rpc import is_available
+from torchestra.rpc import enable_gil_profiling, is_available
 from torchestra.rpc.constants import DEFAULT_INIT_METHOD as _DEFAULT_INIT_METHOD
 from torchestra.rpc.constants import DEFAULT_NUM_WORKER_THREADS as _DEFAULT_NUM_WORKER_THREADS
 from torchestra.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC_TIMEOUT_SEC
@@ -40,6 +40,7 @@ __all__ = [
     "api",
     "backend_registry",
     "constants",
+    "enable_gil_profiling",
     "functions",
     "init_rpc",
     "internal",

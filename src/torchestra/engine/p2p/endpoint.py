@@ -19,6 +19,7 @@ from torchestra.engine.layout import DONE, PENDING
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import endpoint_kernels
 from torchestra.engine.p2p import layout as w
+from torchestra.engine.p2p.gil_waits import GilWaits
 from torchestra.system.try_lock import TryLock
 from torchestra.transport.message import Message, Sending, new_storage, no_room
 
@@ -89,6 +90,7 @@ class Endpoint:
 
     Attributes:
         in_hand: the message that was received last, until whoever received it sets this to None.
+        gil_waits: of the threads that receive.
     """
 
     def __init__(self, context: int, area: int, rank: int, size: int, lost: Callable[[int], bool]) -> None:
@@ -119,6 +121,7 @@ class Endpoint:
         self._abandon: Any = entry_point(endpoint_kernels.abandon)
         self._bring_to_python: Any = entry_point(endpoint_kernels.bring_to_python)
         self._closed = False
+        self.gil_waits = GilWaits(self._words, endpoint_kernels.RETURNED // 8)
         self.in_hand: Message | None = None
         self._received = 0  # short messages
         self._incoming: _IncomingMessage | None = None
@@ -214,6 +217,8 @@ class Endpoint:
         code = self._receive_now(self._state, received)
         if code == PENDING:
             code = self._receive(self._state, int(eager), received)
+            if self.gil_waits.enabled and code in (DONE, endpoint_kernels.FOUND):
+                self.gil_waits.note()
         if code == DONE:
             source, tag, length, word = self._out.tolist()
             # As Message(...), which calls a function of Python.

@@ -50,7 +50,7 @@ from torchestra.engine.native.atomics import (
 )
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
-from torchestra.engine.recorder.clock import read_coarse_clock
+from torchestra.engine.recorder.clock import NANOSECONDS, read_clock, read_coarse_clock
 
 # Byte offsets in a rank's doorbell.
 LEADER = 32
@@ -72,6 +72,8 @@ CLOSING = 144  # 1 when nothing shall sleep any more
 TEXT = 192  # address of memory for the text of a short message
 TEXT_BYTES = 200  # how long that may be
 TAKEN = 208  # how many messages were taken to there
+RETURNED = 216  # not 0: when :func:`receive` returned with a message, by CLOCK_MONOTONIC
+RETURNED_TIMESPEC = 224  # scratch for that, two words
 
 # What the kernels that receive return besides DONE (a short message is in TEXT), PENDING and INTERRUPTED.
 FOUND = 16  # another message is there
@@ -287,7 +289,9 @@ def receive(state, eager, received):
     """Do as :func:`receive_now`, and sleep until there is a message, POLL_INTERVAL at most."""
     code = await_message(state, eager, -1)
     if code == DONE:
-        return receive_now(state, received)
+        code = receive_now(state, received)
+        if load(state + RETURNED) != 0:
+            store(state + RETURNED, read_clock(NANOSECONDS, state + RETURNED_TIMESPEC))
     return code
 
 
