@@ -30,8 +30,9 @@ IN, EXCLUDED, LATE, INTERRUPTED = "is in", "is excluded", "gave up", "was interr
 
 _MOST_OFFERS = 10
 _MOST_OVERLOOKED = 2
-"""How many looks of a rank at its own host may miss a death. The product's miss those of the last milliseconds
-(liveness.py), for which the model has no clock; a rank that never learned of one could propose it for ever."""
+"""How many looks of a rank at its own host may miss a death. The product's miss those of the last
+milliseconds (liveness.py), for which the model has no clock; a rank that never learned of one could propose
+it for ever."""
 
 
 class SplitBrain(Violation):
