@@ -13,6 +13,7 @@ from torchestra.launcher.api import launch
 from torchestra.performance import conditions, fitting, host
 from torchestra.performance.calibrate import summary
 from torchestra.performance.calibration import Calibration
+from torchestra.performance.prediction import steady_state
 
 
 def busy(share: float, patch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,7 @@ def test_a_host_is_measured_and_the_step_in_the_file_stays(
     busy(0.1, monkeypatch)
     monkeypatch.setattr(host, "launch", partial(launch, kind="threads"))  # a process takes a second to start
     monkeypatch.setattr(fitting, "_SIZES", (4, 4 << 10))
+    monkeypatch.setattr(fitting, "steady_state", partial(steady_state, calls=2))  # each one is recorded
     path = tmp_path / "machine.json"
     CALIBRATION.save(path)
     assert main(["calibrate", "-o", str(path), "--only", "host", "-n", "1,2", "--seconds", "0.02"]) == 0

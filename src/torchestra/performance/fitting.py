@@ -31,7 +31,7 @@ from torchestra.performance.calibration import (
     SwitchTime,
 )
 from torchestra.performance.machine import Machine
-from torchestra.performance.prediction import steady_state, steady_state_seconds
+from torchestra.performance.prediction import steady_state
 from torchestra.performance.workload import Operation
 
 _SMALL_BYTES = 4
@@ -54,8 +54,11 @@ _SWITCHES = tuple(1.25**step for step in range(-6, 15))
 _FACTORS = tuple(1.04**step for step in range(-35, 50))
 _ROUNDS = 2
 
-_Case = tuple[Callable[[Machine], float], float]
-"""How long an operation takes on a machine, and what was measured."""
+_Predict = Callable[[Machine], float]
+"""How long an operation takes on a machine."""
+
+_Case = tuple[_Predict, float]
+"""And what was measured."""
 
 
 def cells_to_fit(ranks: int, sizes: Sequence[int] = _SIZES, names: Iterable[str] = COLLECTIVES) -> list[Cell]:
@@ -70,20 +73,37 @@ def cells_to_fit(ranks: int, sizes: Sequence[int] = _SIZES, names: Iterable[str]
 
 def fit_host(host: HostCalibration, measured: Mapping[int, Mapping[Operation, float]]) -> HostCalibration:
     """Return a host's calibration with what the seconds of operations tell, by the number of ranks."""
-    for ranks, found in sorted(measured.items()):
-        host = fit_operations(host, ranks, found)
-    factors = [fit_factors(Machine(1, ranks, host), found) for ranks, found in sorted(measured.items())]
+    by_ranks = sorted(measured.items())
+    predictors = [_predictors(Machine(1, ranks, host), found) for ranks, found in by_ranks]
+    for (ranks, found), predict in zip(by_ranks, predictors, strict=True):
+        host = fit_operations(host, ranks, found, predict)
+    factors = [
+        fit_factors(Machine(1, ranks, host), found, predict)
+        for (ranks, found), predict in zip(by_ranks, predictors, strict=True)
+    ]
     return replace(host, operations=tuple(itertools.chain(*factors)))
 
 
-def fit_operations(host: HostCalibration, ranks: int, measured: Mapping[Operation, float]) -> HostCalibration:
+def _predictors(machine: Machine, operations: Iterable[Operation]) -> dict[Operation, _Predict]:
+    """Return how to predict each operation, which is recorded here, on machines of as many ranks."""
+    return {operation: steady_state(operation, machine) for operation in operations}
+
+
+def fit_operations(
+    host: HostCalibration,
+    ranks: int,
+    measured: Mapping[Operation, float],
+    predictors: Mapping[Operation, _Predict] | None = None,
+) -> HostCalibration:
     """Return a host's calibration with what the seconds of operations of so many ranks tell besides."""
+    if predictors is None:
+        predictors = _predictors(Machine(1, ranks, host), measured)
     cases: defaultdict[int, list[_Case]] = defaultdict(list)
     for operation, seconds in measured.items():
         nbytes = max(operation.nbytes, _SMALL_BYTES)
         if operation.name not in (_SMALL if nbytes == _SMALL_BYTES else _LARGE):
             continue
-        cases[nbytes].append((steady_state(operation, Machine(1, ranks, host)), seconds))
+        cases[nbytes].append((predictors[operation], seconds))
     small = cases.pop(_SMALL_BYTES)
     switch_s, calls = host.switch_s, 1.0
     for _ in range(_ROUNDS):
@@ -114,14 +134,20 @@ def fit_link_operations(
     return replace(link, operations=tuple(itertools.chain(*factors)))
 
 
-def fit_factors(machine: Machine, measured: Mapping[Operation, float]) -> list[OperationFactor]:
+def fit_factors(
+    machine: Machine,
+    measured: Mapping[Operation, float],
+    predictors: Mapping[Operation, _Predict] | None = None,
+) -> list[OperationFactor]:
     """Return how many times as long operations took on a machine as is predicted of their parts."""
+    if predictors is None:
+        predictors = _predictors(machine, measured)
     return [
         OperationFactor(
             operation.name,
             machine.ranks_per_host,
             operation.nbytes,
-            seconds / steady_state_seconds(operation, machine),
+            seconds / predictors[operation](machine),
         )
         for operation, seconds in measured.items()
     ]

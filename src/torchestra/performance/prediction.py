@@ -73,13 +73,19 @@ def steady_state_seconds(operation: Operation, machine: Machine, calls: int = 12
 
 def steady_state(operation: Operation, machine: Machine, calls: int = 12) -> Callable[[Machine], float]:
     """Return :func:`steady_state_seconds` as a function of machines with as many hosts and ranks."""
-    schedules = [schedule_of([operation] * number, machine) for number in (calls, 1)]
+    schedule = schedule_of([operation] * calls, machine)
+    first = replace(schedule, streams=[_first_call(stream) for stream in schedule.streams])
 
     def seconds(other: Machine) -> float:
-        several, one = (run(schedule, other).seconds for schedule in schedules)
-        return (several - one) / (calls - 1)
+        return (run(schedule, other).seconds - run(first, other).seconds) / (calls - 1)
 
     return seconds
+
+
+def _first_call(stream: EventStream) -> EventStream:
+    """Return a stream without what follows its first operation."""
+    begins = [number for number, event in enumerate(stream.events) if isinstance(event, Begin)]
+    return replace(stream, events=stream.events[: begins[1]])
 
 
 def step_of(calibration: StepCalibration, machine: Machine) -> Step:
