@@ -14,6 +14,7 @@ import pytest
 
 from torchestra.system import exiting
 from torchestra.system.exiting import end_running_functions
+from warm_programs import FinalizedWarm
 
 
 class Pool:
@@ -125,7 +126,7 @@ def test_processes_that_end_amid_functions_of_torch_end_well(text: str, tmp_path
         command = [sys.executable, str(tmp_path / "program.py")]
         pipes = {"stderr": subprocess.PIPE, "text": True}
         workers = [
-            subprocess.Popen([*command, str(rank), str(tmp_path / f"store{attempt}")], **pipes)
+            FinalizedWarm([*command, str(rank), str(tmp_path / f"store{attempt}")], **pipes)
             for rank in range(2)
         ]
         told = [(worker.communicate()[1], worker.returncode) for worker in workers]

@@ -30,7 +30,7 @@ from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError,
 from torchestra.rendezvous import Rendezvous, methods, rendezvous
 from torchestra.rendezvous.local_job import local_store_address
 from torchestra.store import FileStore, HashStore, Store, TCPStore, TCPStoreServer
-from warm_programs import is_python, run_warm
+from warm_programs import NestedWarm, is_python, run_warm
 
 T = TypeVar("T")
 LONG = 60.0
@@ -315,7 +315,7 @@ SCRIPT = textwrap.dedent(
 def launched(command: list[str], tmp_path: Path) -> list[str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = functools.partial(run_warm, nested=True) if is_python(command) else subprocess.run
+    run = functools.partial(run_warm, kind=NestedWarm) if is_python(command) else subprocess.run
     done = run([*command, str(script)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return sorted(line for line in done.stdout.splitlines() if line)

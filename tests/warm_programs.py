@@ -54,9 +54,10 @@ class WarmProgram(subprocess.Popen[Any]):
 
     Attributes:
         nested: whether interpreters that the program starts with subprocess are forked as well.
+        finalizes: whether it ends as an interpreter does, which takes apart what it has loaded.
     """
 
-    nested = False
+    nested = finalizes = False
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         """Have the server fork the program, where Popen would start one."""
@@ -75,6 +76,7 @@ class WarmProgram(subprocess.Popen[Any]):
             "new_group": preexec_fn is not None or group == 0,
             "kept": kept,
             "nested": self.nested,
+            "finalizes": self.finalizes,
         }
         ours = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         files = [each if each != -1 else standard for standard, each in enumerate(ours)]
@@ -129,6 +131,12 @@ class NestedWarm(WarmIfPython):
     nested = True
 
 
+class FinalizedWarm(WarmProgram):
+    """Run a program that is forked and ends as an interpreter does: for tests of what happens then."""
+
+    finalizes = True
+
+
 class WarmSubprocess:
     """Stands for the module subprocess where a test wants what some module starts to be forked."""
 
@@ -143,13 +151,13 @@ def run_warm(
     *,
     timeout: float,
     capture_output: bool = False,
-    nested: bool = False,
+    kind: type[WarmProgram] = WarmProgram,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a program as :func:`subprocess.run` does, but forked; with ``nested``, what it starts too."""
+    """Run a program as :func:`subprocess.run` does, but forked."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with (NestedWarm if nested else WarmProgram)(command, **options) as program:
+    with kind(command, **options) as program:
         try:
             out, err = program.communicate(timeout=timeout)
         except BaseException:
@@ -204,11 +212,12 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def serve() -> NoReturn:
+def serve() -> None:
     """Fork programs, as they are asked for by standard input, a socket, until that is closed.
 
-    The programs themselves may ask too.
+    The programs themselves may ask too. It returns in one that is to end as an interpreter does.
     """
+    server = os.getpid()
     connections = [socket.socket(fileno=os.dup(0))]
     quiet = os.open(os.devnull, os.O_RDWR)
     os.dup2(quiet, 0)
@@ -252,17 +261,22 @@ def serve() -> NoReturn:
                         each.close()
                     for number in (wakes, waker, *statuses.values(), files[0]):
                         os.close(number)
-                    _become(json.loads(text), files[1:], tag, address)
+                    _become(request := json.loads(text), files[1:], tag, address)
+                    if not request["finalizes"]:
+                        _run_and_exit(request)
+                    _run(request["command"], _added(request["environment"]))
+                    return
                 for number in files[1:]:
                     os.close(number)
                 statuses[pid] = files[0]
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(struct.pack("=Q", pid))
     finally:
-        for pid in statuses:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        os._exit(0)
+        if os.getpid() == server:
+            for pid in statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os._exit(0)
 
 
 def _load() -> None:
@@ -302,8 +316,8 @@ def _tell_ended(statuses: dict[int, int]) -> None:
             os.close(file)
 
 
-def _become(request: dict[str, Any], files: list[int], tag: int, server: str) -> NoReturn:
-    """Be the program, from its beginning to its end."""
+def _become(request: dict[str, Any], files: list[int], tag: int, server: str) -> None:
+    """Give this process what the program shall find."""
     import torch
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -329,6 +343,10 @@ def _become(request: dict[str, Any], files: list[int], tag: int, server: str) ->
     os.chdir(request["directory"])
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
         torch.set_num_threads(int(threads))
+
+
+def _run_and_exit(request: dict[str, Any]) -> NoReturn:
+    """Run the program, and end the process without taking the interpreter apart."""
     code = 0
     try:
         _run(request["command"], _added(request["environment"]))

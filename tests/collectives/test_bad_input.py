@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torchestra.errors import (
 )
 from torchestra.types import ReduceOp
 from torchestra.world.registry import thread_rank
+from warm_programs import FinalizedWarm, run_warm
 from worlds import run
 
 
@@ -454,7 +454,7 @@ def test_mistakes_cost_nothing_at_exit() -> None:
         dist.broadcast(torch.ones(3), 5)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = run_warm(command, capture_output=True, text=True, timeout=60, kind=FinalizedWarm)
     assert ended.returncode == 1
     assert ended.stderr.rstrip().splitlines()[-1] == (
         "torchestra.errors.InvalidArgumentError: broadcast: `src`: global rank 5 is not part of group"

@@ -19,7 +19,7 @@ from torchestra.nn import SyncBatchNorm
 from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.optim import ZeroRedundancyOptimizer
 from torchestra.rpc import profiling
-from warm_programs import run_warm
+from warm_programs import NestedWarm, run_warm
 
 TRAIN = r'''
 """As people write them for torchrun."""
@@ -153,7 +153,7 @@ def run(*command: str, cwd: Path) -> str:
         timeout=250,
         text=True,
         capture_output=True,
-        nested=True,
+        kind=NestedWarm,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import subprocess
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ from forking import Child
 from torchestra.engine.kernels import blocks
 from torchestra.engine.memory import torch_allocator
 from torchestra.engine.memory.torch_allocator import BlockPool, why_not
+from warm_programs import FinalizedWarm, run_warm
 
 LENGTH = 1 << 16
 SEED = 11
@@ -211,10 +211,11 @@ def test_a_forked_child_takes_no_block_of_its_parent(pool: BlockPool, made: list
 
 
 def test_a_process_ends_well_with_tensors_on_blocks() -> None:
-    """By the end of its program, by sys.exit() and by os._exit(): forked from an interpreter of its own."""
+    """By the end of its program, by sys.exit() and by os._exit()."""
     program = f"""
 import os, sys, torch
 from torchestra.engine.memory.torch_allocator import BlockPool, why_not
+from warm_programs import FinalizedWarm, run_warm
 assert not why_not(), why_not()
 make = lambda length: torch.frombuffer(bytearray(length), dtype=torch.uint8)
 for end in (lambda: None, lambda: sys.exit(0), lambda: os._exit(0)):
@@ -229,7 +230,7 @@ for end in (lambda: None, lambda: sys.exit(0), lambda: os._exit(0)):
     _, status = os.waitpid(child, 0)
     assert status == 0, (end, status)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    run_warm([sys.executable, "-c", program], timeout=60, kind=FinalizedWarm).check_returncode()
 
 
 def test_an_allocator_that_is_not_torchs_stays_in_place() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import threading
 import warnings
@@ -17,6 +16,7 @@ import torchestra.functional as funcol
 from torchestra.communicator import work_registry
 from torchestra.functional import AsyncCollectiveTensor
 from torchestra.world.init import current_world
+from warm_programs import FinalizedWarm, run_warm
 from worlds import collect_until, run
 
 
@@ -165,9 +165,8 @@ dist.init_process_group("fake", rank=0, world_size=2)
 kept = funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
 used = funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 1
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False
-    )
+    command = [sys.executable, "-c", program]
+    ended = run_warm(command, capture_output=True, text=True, timeout=250, kind=FinalizedWarm)
     assert ended.returncode == 0, ended.stderr
     assert "RuntimeWarning: results of functional collectives were never waited for: 1" in ended.stderr
 

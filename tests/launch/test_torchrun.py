@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from warm_programs import run_warm
+from warm_programs import NestedWarm, run_warm
 
 PROGRAM = """
 import os
@@ -34,7 +34,7 @@ def test_ranks_that_torchrun_starts_again_meet(tmp_path: Path, nothing_left) -> 
         capture_output=True,
         text=True,
         timeout=110,
-        nested=True,
+        kind=NestedWarm,
     )
     assert done.returncode == 0, done.stderr
     # Two processes write to one pipe, so their lines may run into each other.

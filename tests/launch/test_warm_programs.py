@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from warm_programs import TAG, NestedWarm, WarmIfPython, WarmProgram, is_python, run_warm
+from warm_programs import TAG, FinalizedWarm, NestedWarm, WarmIfPython, WarmProgram, is_python, run_warm
 
 PROGRAM = """
 import os, sys
@@ -22,33 +22,61 @@ print("to stderr", file=sys.stderr)
 """
 
 
-def start(folder: Path, statement: str, monkeypatch: pytest.MonkeyPatch) -> WarmProgram:
+def start(
+    folder: Path, statement: str, monkeypatch: pytest.MonkeyPatch, kind: type[WarmProgram] = WarmProgram
+) -> WarmProgram:
     (folder / "program.py").write_text(PROGRAM.format(statement=statement))
     monkeypatch.setenv("MINE", "of this test")
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "program", "an", "argument"]
-    return WarmProgram(command, cwd=folder, start_new_session=True, text=True, **pipes)
+    return kind(command, cwd=folder, start_new_session=True, text=True, **pipes)
+
+
+EXIT_HOOK = "import atexit; atexit.register(print, 'at exit', file=sys.stderr)"
 
 
 @pytest.mark.parametrize(
-    ("statement", "code", "told"),
+    ("kind", "statement", "code", "told"),
     [
-        ("", 0, ""),
-        ("sys.exit(7)", 7, ""),
-        ("sys.exit('no more')", 1, "no more\n"),
-        ("raise ValueError(input())", 1, "ValueError: typed\n"),
-        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
-        ("import atexit; atexit.register(print, 'at exit', file=sys.stderr)", 0, "at exit\n"),
+        (WarmProgram, "", 0, ""),
+        (WarmProgram, "sys.exit(7)", 7, ""),
+        (WarmProgram, "sys.exit('no more')", 1, "no more\n"),
+        (WarmProgram, "raise ValueError(input())", 1, "ValueError: typed\n"),
+        (WarmProgram, "raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
+        (WarmProgram, EXIT_HOOK, 0, "at exit\n"),
+        (FinalizedWarm, "sys.exit(7)", 7, ""),
+        (FinalizedWarm, "raise ValueError(input())", 1, "ValueError: typed\n"),
+        (FinalizedWarm, EXIT_HOOK, 0, "at exit\n"),
     ],
 )
 def test_it_finds_what_it_was_given_and_its_end_is_told(
-    statement: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[WarmProgram],
+    statement: str,
+    code: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, err = (program := start(tmp_path, statement, monkeypatch)).communicate("typed\n", timeout=100)
+    program = start(tmp_path, statement, monkeypatch, kind)
+    out, err = program.communicate("typed\n", timeout=100)
     assert out == f"['an', 'argument'] of this test {tmp_path} True True\n"
     assert err.startswith("to stderr\n")
     assert err.endswith(told)
     assert program.returncode == code
+
+
+LAST = """
+class Last:
+    def __del__(self):
+        print("taken apart", flush=True)
+last = Last()
+"""
+
+
+@pytest.mark.parametrize(("kind", "told"), [(WarmProgram, ""), (FinalizedWarm, "taken apart\n")])
+def test_one_that_is_finalized_takes_apart_what_it_has_loaded(kind: type[WarmProgram], told: str) -> None:
+    ended = run_warm([sys.executable, "-c", LAST], timeout=100, capture_output=True, text=True, kind=kind)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, told, "")
 
 
 def test_it_can_be_waited_for_and_killed_and_what_is_left_behind_is_found(

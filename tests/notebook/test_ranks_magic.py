@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from torchestra.system.temporary_folder import temporary_folder
-from warm_programs import run_warm
+from warm_programs import NestedWarm, run_warm
 
 pytest.importorskip("IPython", reason="IPython is not installed")
 
@@ -62,7 +62,7 @@ def run_cells(directory: os.PathLike[str], *cells: str) -> list[tuple[bool, str]
         stderr=subprocess.STDOUT,
         text=True,
         timeout=110,
-        nested=True,
+        kind=NestedWarm,
     )
     assert done.returncode == 0, done.stdout
     shown = [part.partition("\n")[2] for part in done.stdout.split("=== ")]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from warm_programs import FinalizedWarm, run_warm
 
 PROGRAM = """
 import atexit, threading
@@ -35,7 +36,6 @@ for _ in range(2):
 
 def test_threads_that_still_ask_do_not_take_the_process_down_at_its_end() -> None:
     """As programs do for a moment, whose ranks torchrun has started. What is said at exit is."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [sys.executable, "-c", PROGRAM]
+    done = run_warm(command, capture_output=True, text=True, timeout=100, kind=FinalizedWarm)
     assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
