@@ -143,6 +143,14 @@ def test_faults_cost_what_is_slow() -> None:
     assert dead.seconds > 10.0  # the heartbeat bound
 
 
+@pytest.mark.parametrize("hosts", [16, 67, 72, 100])
+def test_a_fault_never_saves_time(hosts: int) -> None:
+    """Also where hosts do all the same, and one stands for the rest until one has a slow link."""
+    workload, on = [Operation("all_reduce", 1 << 12)], machine(hosts, 2, 1e11)
+    normal = predict(workload, on)
+    assert all(each.seconds >= normal.seconds for each in fault_costs(workload, on, normal))
+
+
 def test_a_slow_host_among_many_slows_all() -> None:
     on, slow = machine(100, 1), machine(100, 1, slow_links={5: 0.25})
     workload = [Operation("all_reduce", 8 * MB)]
