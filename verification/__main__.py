@@ -47,9 +47,12 @@ def main() -> int:
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         names = [case.name for case in ALL_CASES]
-        proved = list(pool.map(prove_named, names, [options.deep] * len(names)))
-        holds = _cases(console, names, proved)
-        found = _mutations(console, list(pool.map(find_numbered, range(len(ALL_MUTATIONS)))))
+        # All at once, so that no processor waits, and first those that take long: cases, and of the mutations
+        # those that nothing is found of, the last ones.
+        proving = [pool.submit(prove_named, name, options.deep) for name in names]
+        finding = [pool.submit(find_numbered, number) for number in reversed(range(len(ALL_MUTATIONS)))]
+        holds = _cases(console, names, [each.result() for each in proving])
+        found = _mutations(console, [each.result() for each in reversed(finding)])
     return 0 if holds and found else 1
 
 
@@ -79,22 +82,30 @@ def _cases(console: Console, names: list[str], outcomes: list[Outcome]) -> bool:
     console.print(table)
     states, steps = (sum(getattr(each, what) for each in outcomes) for what in ("states", "steps"))
     complete = sum(outcome.complete for outcome in outcomes)
-    console.print(f"{len(outcomes)} cases, {complete} of them whole: {states:,} states, {steps:,} steps")
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    console.print(
+        f"{len(outcomes)} cases, {complete} of them whole: {states:,} states, {steps:,} steps, "
+        f"{seconds:.0f} s of a processor"
+    )
     return all(outcome.violation is None for outcome in outcomes)
 
 
 def _mutations(console: Console, outcomes: list[Outcome]) -> bool:
-    table = Table("", "mutation of", "case", "result")
+    table = Table("", "mutation of", "case", "seconds", "result")
     wrong = []
     for number, (mutation, outcome) in enumerate(zip(ALL_MUTATIONS, outcomes, strict=True)):
         harmless = number >= len(ALL_MUTATIONS) - len(ALL_REDUNDANT)
         if harmless != (outcome.violation is None):
             wrong.append(number)
         result = str(outcome.violation or ("redundant" if harmless else "NOT FOUND"))
-        table.add_row(str(number), mutation.subject, mutation.case, result)
+        table.add_row(str(number), mutation.subject, mutation.case, f"{outcome.seconds:.1f}", result)
     console.print(table)
     expected = len(outcomes) - len(wrong)
-    console.print(f"{expected} of {len(outcomes)} mutations as expected; {len(ALL_REDUNDANT)} change nothing")
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    console.print(
+        f"{expected} of {len(outcomes)} mutations as expected, {len(ALL_REDUNDANT)} of which change nothing; "
+        f"{seconds:.0f} s of a processor"
+    )
     return not wrong
 
 

@@ -11,11 +11,13 @@ from torchestra.engine import layout as at
 from torchestra.engine.native.declarations import KernelSource
 from torchestra.engine.p2p import layout as w
 from verification import drivers, message_drivers, record_drivers
+from verification.execution import load, now, store
 from verification.memory import Known
+from verification.operations import ALLOCATED, OPERATIONS
 from verification.program import Edit, Library, unchanged
 from verification.ranks import Ranks, Sizes
 from verification.violations import WrongResult
-from verification.world import ALLOCATED, OPERATIONS, Rules, World, load, now, store
+from verification.world import Rules, World
 
 Make = Callable[[Known], World]
 Arguments = Callable[[Ranks, int], tuple[int, ...]]
@@ -74,7 +76,6 @@ def library(edit: Edit = unchanged, *, recorded: bool = False) -> Library:
     operations: dict[str, Callable[..., Any]] = {
         **OPERATIONS,
         "expect": _expect,
-        "somebody_crashed": lambda: int(bool(now.world.crashed)),
     }
     if recorded:
         return Library(operations, {**_LEFT_OUT, "recorder.clock.read_clock": _tick}, _fewer_attempts(edit))

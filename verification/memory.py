@@ -19,12 +19,16 @@ from typing import Any
 
 from verification.violations import DataRace
 
-View = dict[int, int]
-"""By address of a word, the number of the newest known value."""
-Message = tuple[int, tuple[tuple[int, int], ...], tuple[int, ...]]
+View = tuple[int, ...]
+"""By place of an atomic word (:attr:`Known.written`), the number of the newest known value."""
+Clock = tuple[int, ...]
+Message = tuple[int, View, Clock]
 """A value of an atomic word, with its writer's view and vector clock; released ones only carry these."""
+Cell = tuple[int | None, int, int, tuple[tuple[int, int], ...]]
+"""A word that is not atomic: its value, its writer, when that was, and who has read it since, and when."""
 
 _WRAP = 1 << 64
+_UNTOUCHED: Cell = (None, -1, 0, ())
 
 
 @dataclass
@@ -34,11 +38,11 @@ class Known:
     Attributes:
         weak: read by acquire loads. Of other words, which are read in the order of sequentially consistent
             accesses only, old values are dropped.
-        written: atomic words that a rank writes. To read another is no event.
+        written: atomic words that a rank writes, and their places in views. To read another is no event.
     """
 
     weak: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
+    written: dict[int, int] = field(default_factory=dict)
 
 
 class KnowsMore(Exception):
@@ -51,8 +55,15 @@ def to_word(value: int) -> int:
     return value - _WRAP if value >> 63 else value
 
 
+def _with(view: View, place: int, number: int) -> View:
+    return (*view[:place], number, *view[place + 1 :])
+
+
 class SharedMemory:
     """The state of shared memory, and of each rank's knowledge of it.
+
+    The values of a word are numbered from the oldest that somebody may still read. So states that differ only
+    in what is forgotten are equal.
 
     Args:
         size: how many ranks there are.
@@ -65,8 +76,8 @@ class SharedMemory:
     """
 
     __slots__ = (
-        "clocks", "dirty", "fenced", "history", "initial", "known", "loose", "oldest", "ordered", "plain",
-        "plain_hash", "readers", "relaxed", "size", "streamed", "views", "writers",
+        "cells", "cells_hash", "clocks", "dirty", "fenced", "gone", "history", "initial", "known", "loose",
+        "ordered", "owns_cells", "places", "relaxed", "size", "streamed", "views",
     )  # fmt: skip
 
     def __init__(
@@ -80,145 +91,147 @@ class SharedMemory:
         self.size = size
         self.initial = initial
         self.known = known
+        self.places = known.written
         self.relaxed = relaxed
         self.loose = loose
+        number = len(known.written)
+        nothing = (0,) * number
         # By rank, what its last release fence covers: its view and its clock.
-        self.fenced: list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = [((), (0,) * size)] * size
-        self.plain: dict[int, int] = {}
-        self.plain_hash = 0
-        self.writers: dict[int, tuple[int, int]] = {}
-        self.readers: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.history: dict[int, tuple[Message, ...]] = {}
-        self.oldest: dict[int, int] = {}
-        self.ordered: View = {}
-        self.views: list[View] = [{} for _ in range(size)]
+        self.fenced: list[tuple[View, Clock]] = [(nothing, (0,) * size)] * size
+        self.cells: dict[int, Cell] = {}
+        self.cells_hash = 0
+        self.owns_cells = True  # else copies of this state use the same dictionary
+        self.history: list[tuple[Message, ...]] = [()] * number  # by place; empty until the word is used
+        self.ordered = nothing
+        self.views: list[View] = [nothing] * size
         self.clocks = [tuple(int(i == rank) for i in range(size)) for rank in range(size)]
         self.dirty = [False] * size
         self.streamed: tuple[frozenset[int], ...] = (frozenset(),) * size
+        self.gone: frozenset[int] = frozenset()
 
     def copy(self) -> SharedMemory:
         """Return a state that can be changed without this one."""
         new = SharedMemory.__new__(SharedMemory)
         new.size, new.initial, new.known, new.relaxed = self.size, self.initial, self.known, self.relaxed
-        new.plain, new.plain_hash = self.plain.copy(), self.plain_hash
-        new.writers, new.readers = self.writers.copy(), self.readers.copy()
-        new.history, new.oldest = self.history.copy(), self.oldest.copy()
-        new.ordered, new.views = self.ordered.copy(), [view.copy() for view in self.views]
-        new.clocks, new.dirty, new.streamed = self.clocks.copy(), self.dirty.copy(), self.streamed
-        new.loose, new.fenced = self.loose, self.fenced.copy()
+        new.places, new.loose, new.gone, new.streamed = self.places, self.loose, self.gone, self.streamed
+        new.cells, new.cells_hash = self.cells, self.cells_hash
+        self.owns_cells = new.owns_cells = False
+        new.history, new.ordered, new.views = self.history.copy(), self.ordered, self.views.copy()
+        new.clocks, new.dirty, new.fenced = self.clocks.copy(), self.dirty.copy(), self.fenced.copy()
         return new
 
     def key(self) -> Any:
         """Return a key that distinguishes this state from others, as far as ranks can observe."""
-        oldest = self.oldest
-        words = []
-        for address in sorted(self.history):
-            messages = self.history[address]
-            words.append(
-                (address, tuple([(value, self._news(view), clock) for value, view, clock in messages]))
-            )
         return (
-            self.plain_hash,
-            tuple(words),
-            tuple([self._news(tuple(sorted(view.items()))) for view in self.views]),
-            tuple(
-                sorted([(a, n - oldest.get(a, 0)) for a, n in self.ordered.items() if n > oldest.get(a, 0)])
-            ),
+            self.cells_hash,
+            tuple(self.history),
+            tuple(self.views),
+            self.ordered,
             tuple(self.clocks),
             tuple(self.dirty),
             self.streamed,
-            tuple([(self._news(view), clock) for view, clock in self.fenced]),
+            tuple(self.fenced),
         )
 
-    def _news(self, view: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        oldest = self.oldest
-        return tuple([(a, n - oldest.get(a, 0)) for a, n in view if n > oldest.get(a, 0)])
+    def retire(self, rank: int) -> None:
+        """Forget what a rank knows, as it has ended or crashed: it will read nothing more."""
+        nothing = (0,) * len(self.places)
+        self.gone |= {rank}
+        self.views[rank], self.clocks[rank], self.dirty[rank] = nothing, (0,) * self.size, False
+        self.fenced[rank] = (nothing, (0,) * self.size)
+        if len(self.gone) < self.size:
+            self._forget_all()
 
     # Words that are not atomic
 
     def read(self, rank: int, address: int) -> int:
         """Read a word in place."""
+        place = self.places.get(address)
+        if place is not None and self.history[place]:  # an atomic word, which only its own writer may read so
+            return self.history[place][-1][0]
         if address in self.loose:  # its writer does
-            return self.newest(address) if address in self.history else self._value(address)
-        if address in self.history:  # an atomic word, which only its own writer may read so
-            return self.history[address][-1][0]
-        self._order_after_writer(rank, address, "reads")
-        known = self.readers.get(address, ())
-        entry = (rank, self.clocks[rank][rank])
-        if entry not in known:
-            later = tuple(sorted([*(each for each in known if each[0] != rank), entry]))
-            self.plain_hash ^= hash((1, address, known)) ^ hash((1, address, later))
-            self.readers[address] = later
+            return self._value(address)
+        cell = self.cells.get(address, _UNTOUCHED)
+        value, writer, time, readers = cell
+        clock = self.clocks[rank]
+        if writer not in (-1, rank) and (time > clock[writer] or address in self.streamed[writer]):
+            raise DataRace(address, rank, "reads", writer, "has written")
+        entry = (rank, clock[rank])
+        if entry not in readers:
+            later = tuple(sorted([*(each for each in readers if each[0] != rank), entry]))
+            self._set_cell(address, cell, (value, writer, time, later))
         self.dirty[rank] = True
-        return self._value(address)
+        return self.initial(address) if value is None else value
 
     def write(self, rank: int, address: int, value: int, *, streams: bool = False) -> None:
         """Write a word in place; if it ``streams``, it is visible only after the rank's next stream fence."""
         if address in self.loose:
             self.store(rank, address, value, ordered=False, releases=False)
             return
-        self._order_after_writer(rank, address, "writes")
+        cell = self.cells.get(address, _UNTOUCHED)
+        _, writer, time, readers = cell
         clock = self.clocks[rank]
-        for other, time in self.readers.get(address, ()):
+        if writer not in (-1, rank) and (time > clock[writer] or address in self.streamed[writer]):
+            raise DataRace(address, rank, "writes", writer, "has written")
+        for other, time in readers:
             if other != rank and time > clock[other]:
                 raise DataRace(address, rank, "writes", other, "may still read")
-        before = (self.plain.get(address), self.writers.get(address), self.readers.pop(address, ()))
-        self.plain[address], self.writers[address] = to_word(value), (rank, clock[rank])
-        after = (self.plain[address], self.writers[address], ())
-        self.plain_hash ^= hash((0, address, before[:2])) ^ hash((1, address, before[2]))
-        self.plain_hash ^= hash((0, address, after[:2])) ^ hash((1, address, ()))
+        self._set_cell(address, cell, (to_word(value), rank, clock[rank], ()))
         self.dirty[rank] = True
         mine = self.streamed[rank]
         if streams or address in mine:
             changed = mine | {address} if streams else mine - {address}
             self.streamed = (*self.streamed[:rank], changed, *self.streamed[rank + 1 :])
 
+    def _set_cell(self, address: int, before: Cell, after: Cell) -> None:
+        if not self.owns_cells:
+            self.cells, self.owns_cells = self.cells.copy(), True
+        self.cells[address] = after
+        self.cells_hash ^= hash((address, before)) ^ hash((address, after))
+
     def release_fence(self, rank: int) -> None:
         """Let whoever reads what the rank writes from now on know all that it knows now."""
-        self.fenced[rank] = (tuple(sorted(self.views[rank].items())), self.clocks[rank])
+        self.fenced[rank] = (self.views[rank], self.clocks[rank])
 
     def stream_fence(self, rank: int) -> None:
         """Let the rank's later releases cover its streamed writes."""
         self.streamed = (*self.streamed[:rank], frozenset(), *self.streamed[rank + 1 :])
 
-    def _order_after_writer(self, rank: int, address: int, verb: str) -> None:
-        writer, time = self.writers.get(address, (rank, 0))
-        if writer != rank and (time > self.clocks[rank][writer] or address in self.streamed[writer]):
-            raise DataRace(address, rank, verb, writer, "has written")
-
     def _value(self, address: int) -> int:
-        value = self.plain.get(address)
+        value = self.cells.get(address, _UNTOUCHED)[0]
         return self.initial(address) if value is None else value
 
     # Atomic words
 
     def choices(self, rank: int, kind: str, address: int) -> range:
         """Return the numbers of the values that a load may return."""
-        messages = self._messages(address)
-        first = self.oldest.get(address, 0)
-        low = max(self.views[rank].get(address, 0), first)
-        if kind == "load_ordered":
-            low = max(low, self.ordered.get(address, 0))
-        elif address not in self.known.weak:
+        place = self.places.get(address)
+        if kind != "load_ordered" and address not in self.known.weak:
             self.known.weak.add(address)
             raise KnowsMore
-        return range(low, first + len(messages))
+        if place is None:
+            return range(1)
+        low = self.views[rank][place]
+        if kind == "load_ordered":
+            low = max(low, self.ordered[place])
+        return range(low, len(self._messages(address)))
 
     def futex_choices(self, rank: int, address: int, expected: int) -> list[int]:
         """Return the numbers of values that a futex may compare with the expected one, after a full fence.
 
         One value that is equal and one that is not, if there are such, stand for all.
         """
-        first, messages = self.oldest.get(address, 0), self._messages(address)
-        low = max(self.views[rank].get(address, 0), self.ordered.get(address, 0), first)
+        messages = self._messages(address)
+        place = self.places.get(address)
+        low = 0 if place is None else max(self.views[rank][place], self.ordered[place])
         found = {}
-        for number in range(low, first + len(messages)):
-            found[messages[number - first][0] & 0xFFFF_FFFF == expected & 0xFFFF_FFFF] = number
+        for number in range(low, len(messages)):
+            found[messages[number][0] & 0xFFFF_FFFF == expected & 0xFFFF_FFFF] = number
         return list(found.values())
 
     def value(self, address: int, number: int) -> int:
         """Return the value of that number."""
-        return self._messages(address)[number - self.oldest.get(address, 0)][0]
+        return self._messages(address)[number][0]
 
     def newest(self, address: int) -> int:
         """Return the newest value of a word."""
@@ -226,88 +239,107 @@ class SharedMemory:
 
     def load(self, rank: int, address: int, number: int, *, learns: bool = True) -> int:
         """Read the value of that number, and learn all that its writer knew."""
-        message = self._messages(address)[number - self.oldest.get(address, 0)]
-        self.views[rank][address] = number
+        message = self._messages(address)[number]
         if learns:
             self._learn(rank, message)
-        self._forget(address)
+        place = self.places.get(address)
+        if place is not None:
+            if self.views[rank][place] < number:
+                self.views[rank] = _with(self.views[rank], place, number)
+            self._forget(address, place)
         return message[0]
 
     def store(self, rank: int, address: int, value: int, *, ordered: bool, releases: bool = True) -> None:
         """Write a value, and release it, so that a rank that acquires it learns what this rank knows."""
-        self._append(rank, address, value, None, releases)
+        place = self._append(rank, address, value, releases)
         if ordered:
-            self.ordered[address] = self.views[rank][address]
-        self._forget(address)
+            self.ordered = _with(self.ordered, place, self.views[rank][place])
+        self._forget(address, place)
 
     def modify(self, rank: int, address: int, change: Callable[[int], int | None]) -> int:
-        """Atomically read the newest value and write ``change`` of it, unless None; return the old one."""
+        """Atomically read the newest value and write ``change`` of it, unless None; return the old one.
+
+        The new value passes on the view that was read (a release sequence), as this rank has learned it.
+        """
         messages = self._messages(address)
         newest = messages[-1]
-        self.views[rank][address] = self.oldest.get(address, 0) + len(messages) - 1
         self._learn(rank, newest)
+        place = self.places.get(address)
+        if place is not None:
+            self.views[rank] = _with(self.views[rank], place, len(messages) - 1)
         value = change(newest[0])
         if value is not None:
-            self._append(rank, address, value, newest)
-        self.ordered[address] = self.views[rank][address]
-        self._forget(address)
+            place = self._append(rank, address, value)
+        if place is not None:
+            self.ordered = _with(self.ordered, place, self.views[rank][place])
+            self._forget(address, place)
         return newest[0]
 
     def fence(self, rank: int) -> None:
         """Order this rank with all fences and sequentially consistent accesses before."""
-        for address, number in self.ordered.items():
-            if self.views[rank].get(address, 0) < number:
-                self.views[rank][address] = number
-        for address, number in self.views[rank].items():
-            if self.ordered.get(address, 0) < number:
-                self.ordered[address] = number
-        for address in list(self.history):
-            self._forget(address)
+        self.views[rank] = self.ordered = tuple(map(max, self.ordered, self.views[rank]))
+        self._forget_all()
 
     def _messages(self, address: int) -> tuple[Message, ...]:
-        found = self.history.get(address)
-        if found is None:
-            found = self.history[address] = ((self._value(address), (), (0,) * self.size),)
+        place = self.places.get(address)
+        found = () if place is None else self.history[place]
+        if not found:
+            found = ((self._value(address), (0,) * len(self.places), (0,) * self.size),)
+            if place is not None:
+                self.history[place] = found
         return found
 
     def _learn(self, rank: int, message: Message) -> None:
-        view = self.views[rank]
-        for address, number in message[1]:
-            if view.get(address, 0) < number:
-                view[address] = number
+        self.views[rank] = tuple(map(max, self.views[rank], message[1]))
         self.clocks[rank] = tuple(map(max, self.clocks[rank], message[2]))
 
-    def _append(
-        self, rank: int, address: int, value: int, read: Message | None, releases: bool = True
-    ) -> None:
-        """Append a value; a read-modify-write passes on the view that it read (a release sequence)."""
-        if address not in self.known.written:
-            self.known.written.add(address)
+    def _append(self, rank: int, address: int, value: int, releases: bool = True) -> int:
+        """Append a value; return the word's place."""
+        place = self.places.get(address)
+        if place is None:
+            self.places[address] = len(self.places)
             raise KnowsMore
         messages = self._messages(address)
-        self.views[rank][address] = self.oldest.get(address, 0) + len(messages)
+        view = self.views[rank] = _with(self.views[rank], place, len(messages))
         if address in self.relaxed or not releases:
-            self.history[address] = (*messages, (to_word(value), *self.fenced[rank]))
-            return
-        view, clock = self.views[rank], self.clocks[rank]
-        if read is not None:
-            view = view.copy()
-            for other, number in read[1]:
-                view[other] = max(view.get(other, 0), number)
-            clock = tuple(map(max, clock, read[2]))
-        self.history[address] = (*messages, (to_word(value), tuple(sorted(view.items())), clock))
+            self.history[place] = (*messages, (to_word(value), *self.fenced[rank]))
+            return place
+        self.history[place] = (*messages, (to_word(value), view, self.clocks[rank]))
         if self.dirty[rank]:
             # Its plain accesses from now on are not covered by this release.
             own = self.clocks[rank]
-            self.clocks[rank] = (*own[:rank], own[rank] + 1, *own[rank + 1 :])
+            self.clocks[rank] = _with(own, rank, own[rank] + 1)
             self.dirty[rank] = False
+        return place
 
-    def _forget(self, address: int) -> None:
-        """Drop values that no rank can read any more."""
-        low = min(view.get(address, 0) for view in self.views)
+    def _forget_all(self) -> None:
+        for address, place in self.places.items():
+            if self.history[place]:
+                self._forget(address, place)
+
+    def _forget(self, address: int, place: int) -> None:
+        """Drop values of a word that no rank can read any more, and number the others anew."""
+        if len(self.history[place]) == 1:
+            return
+        if self.gone:
+            low = min([view[place] for rank, view in enumerate(self.views) if rank not in self.gone])
+        else:
+            low = min([view[place] for view in self.views])
         if address not in self.known.weak:
-            low = max(low, self.ordered.get(address, 0))
-        first = self.oldest.get(address, 0)
-        if low > first:
-            self.history[address] = self._messages(address)[low - first :]
-            self.oldest[address] = low
+            low = max(low, self.ordered[place])
+        if low == 0:
+            return
+
+        def renumber(view: View) -> View:
+            number = view[place]
+            return _with(view, place, max(number - low, 0)) if number else view
+
+        self.history[place] = self.history[place][low:]
+        self.ordered = renumber(self.ordered)
+        self.views = [renumber(view) for view in self.views]
+        self.fenced = [(renumber(view), clock) for view, clock in self.fenced]
+        for each, messages in enumerate(self.history):
+            if any(message[1][place] for message in messages):
+                self.history[each] = tuple(
+                    [(value, renumber(view), clock) for value, view, clock in messages]
+                )

@@ -21,9 +21,11 @@ from torchestra.engine.memory.heap import find_heaps
 from torchestra.engine.native.declarations import KernelSource
 from torchestra.engine.p2p import Mailbox, channel_area_bytes
 from torchestra.engine.p2p import layout as p2p
+from verification.execution import Execution, Start
 from verification.memory import Known, SharedMemory
+from verification.operations import ALLOCATED, process_of
 from verification.program import Library
-from verification.world import ALLOCATED, Rules, Start, World, process_of
+from verification.world import Rules, World
 
 HEAP_BYTES = 1 << 16
 WORD = 8
@@ -188,7 +190,14 @@ class Ranks:
         first = self.arena.address + self.layout.records
         loose = range(first, first + self.size * self.layout.record_bytes)
 
+        executions: dict[tuple[int, ...], Execution] = {}  # by the words that are known to be written
+
         def make(known: Known) -> World:
-            return World(starts, SharedMemory(self.size, initial, known, relaxed, loose), rules, abort)
+            written = tuple(known.written)
+            if written not in executions:
+                executions.clear()
+                executions[written] = Execution(starts, initial, frozenset(written))
+            memory = SharedMemory(self.size, initial, known, relaxed, loose)
+            return World(executions[written], memory, rules, abort)
 
         return make

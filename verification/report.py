@@ -9,10 +9,11 @@ from rich.table import Table
 
 from torchestra.engine import layout as at
 from torchestra.engine.p2p import layout as w
+from verification.execution import LOADS, STORES
 from verification.program import VISIBLE
 from verification.ranks import Ranks
 from verification.search import Outcome
-from verification.world import LOADS, ONLY, SLEEP_ENDS, STORES, TIME_OUT, UNASKED, Event
+from verification.world import ONLY, SLEEP_ENDS, TIME_OUT, UNASKED, Event
 
 _WIDEST = 40
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import defaultdict
@@ -9,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from verification.execution import Stop
 from verification.memory import Known, KnowsMore
 from verification.violations import Deadlock, NeverEnds, Violation
-from verification.world import UNASKED, Event, Stop
+from verification.world import UNASKED, Event
 
 
 class State(Protocol):
@@ -80,11 +82,21 @@ def search(make: Make, most_states: int = 10**9, seconds: float = 1e9) -> Outcom
     states.
     """
     known = Known()
-    while True:
-        try:
-            return _Search(make(known)).run(most_states, seconds)
-        except KnowsMore:
-            pass
+    began = time.process_time()
+    # Almost nothing becomes garbage in a search, and to look for it among millions of objects takes long.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        while True:
+            try:
+                outcome = _Search(make(known)).run(most_states, seconds)
+            except KnowsMore:
+                continue
+            outcome.seconds = time.process_time() - began
+            return outcome
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Search:
@@ -107,7 +119,6 @@ class _Search:
         if outcome.complete:
             self._refuse_livelock()
         outcome.states, outcome.ends = len(self._origins), len(self._ends)
-        outcome.seconds = time.process_time() - began
         return outcome
 
     def _expand(self, key: int, world: State) -> None:
@@ -117,7 +128,7 @@ class _Search:
             _refuse_deadlock(world, events)
             for event in events:
                 self._outcome.steps += 1
-                after = world.copy()
+                after = world if event is events[-1] else world.copy()
                 after.apply(event)
                 new = after.key()
                 self._before[new].append(key)

@@ -66,7 +66,7 @@ def test_a_failing_run_is_told_with_the_fewest_faults_that_suffice(
     clock = [Fault(0.5 + number, "clock", 0, 0, 1, 0.0) for number in range(3)]
     plan = mutation.plan.with_faults(sorted([*mutation.plan.faults, *clock]))
     with mock.patch.object(mutation.owner, mutation.method, mutation.replacement):
-        failure = subjects._check_world(lambda _: plan, mutation.world, 7)
+        failure = subjects._check_worlds(lambda _: plan, mutation.world, [7])
     assert failure is not None
     assert "'crash'" in failure.plan
     assert "'clock'" not in failure.plan
@@ -84,7 +84,7 @@ def test_a_large_group_goes_on_without_a_rank_that_dies(capsys: pytest.CaptureFi
 
 def test_every_subject_runs_a_seed() -> None:
     for name in SUBJECTS:
-        assert subjects.check(name, 1) is None
+        assert subjects.check(name, [1]) is None
 
 
 def test_what_a_simulation_replaces_is_as_before_after_it() -> None:

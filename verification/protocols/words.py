@@ -18,9 +18,9 @@ from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.native.declarations import External, Intrinsic, KernelSource
 from torchestra.engine.p2p import channel_area_bytes
+from verification.execution import LOADS
 from verification.memory import to_word
 from verification.protocols.replay import perform
-from verification.world import LOADS
 
 BASE = 1 << 20
 _END = 1 << 32

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchestra.errors import DistError
+from verification.execution import LOADS, STORES, Stop
 from verification.memory import Known, SharedMemory
-from verification.protocols.replay import SLEEP, Raised, Run, Stopped, current
+from verification.protocols.replay import SLEEP, Point, Points, Raised, Run, Stopped, current
 from verification.violations import Violation, WrongResult
-from verification.world import CRASH, INTERRUPT, LOADS, ONLY, STORES, Event, Stop
+from verification.world import CRASH, INTERRUPT, ONLY, Event
 
 STAYS = object()
 """The result of an operation that a rank is still in: it sleeps."""
@@ -70,6 +71,7 @@ class Model:
         private: kinds of operations whose moment others cannot tell: they are done at once.
         interrupted: by kind, whether an interrupt comes after it, or instead of it; no other can be
             interrupted. None: all, by an interrupt instead.
+        points: those that the ranks' code has come to so far.
     """
 
     programs: Sequence[Callable[[], Any]]
@@ -80,14 +82,15 @@ class Model:
     choices: Mapping[str, Choices] = field(default_factory=dict)
     private: frozenset[str] = frozenset()
     interrupted: Mapping[str, bool] | None = None
+    points: Points = field(default_factory=Points, init=False)
 
 
 class ProtocolWorld:
     """A state of all ranks."""
 
     __slots__ = (
-        "asleep", "crashed", "facts", "interrupts", "kept", "last", "memory", "model", "preempted", "results",
-        "results_of", "stale", "stops", "suspicions", "time_outs",
+        "asleep", "crashed", "facts", "interrupts", "last", "memory", "model", "points", "preempted",
+        "results", "stale", "suspicions", "time_outs",
     )  # fmt: skip
 
     def __init__(self, model: Model, known: Known) -> None:
@@ -95,46 +98,40 @@ class ProtocolWorld:
         self.model = model
         self.memory = SharedMemory(size, lambda address: 0, known, frozenset())
         self.facts: dict[Any, Any] = dict(model.facts)
-        self.kept: list[Any] = [None] * size
-        self.results_of: list[tuple[Any, ...]] = [()] * size
+        self.points = [model.points.first(rank, None) for rank in range(size)]
         self.results: list[Any] = [None] * size
-        self.stops: list[Stop | None] = [None] * size
         self.asleep: list[None] = [None] * size
         self.crashed: frozenset[int] = frozenset()
         self.interrupts = self.time_outs = self.suspicions = self.preempted = self.stale = 0
         self.last = -1
         for rank in range(size):
-            self._run(rank)
+            self._run(rank, self.points[rank])
+
+    @property
+    def stops(self) -> list[Stop | None]:
+        """By rank, the operation that it does next; None if it has ended."""
+        return [point.stop for point in self.points]
 
     def copy(self) -> ProtocolWorld:
         """Return a state that can be changed without this one."""
         new = ProtocolWorld.__new__(ProtocolWorld)
-        for name in (
-            "crashed",
-            "interrupts",
-            "last",
-            "model",
-            "preempted",
-            "stale",
-            "suspicions",
-            "time_outs",
-        ):
-            setattr(new, name, getattr(self, name))
-        for name in ("asleep", "facts", "kept", "results", "results_of", "stops"):
-            setattr(new, name, getattr(self, name).copy())
+        new.model, new.crashed, new.asleep = self.model, self.crashed, self.asleep
+        new.last, new.preempted, new.stale = self.last, self.preempted, self.stale
+        new.interrupts, new.suspicions, new.time_outs = self.interrupts, self.suspicions, self.time_outs
+        new.facts, new.points, new.results = self.facts.copy(), self.points.copy(), self.results.copy()
         new.memory = self.memory.copy()
         return new
 
     def key(self) -> int:
         """Return a hash of all data that determine the possible futures."""
         bound = (self.last, self.preempted) if self.model.rules.preemptions is not None else ()
-        alive = [rank not in self.crashed for rank in range(len(self.stops))]
-        ranks = [
-            (self.kept[rank], self.results_of[rank]) if lives else None for rank, lives in enumerate(alive)
+        points = [
+            -1 if rank in self.crashed or point.ended else point.number
+            for rank, point in enumerate(self.points)
         ]
         return hash(
             (
-                tuple(ranks),
+                tuple(points),
                 tuple(self.results),
                 self.crashed,
                 self.interrupts,
@@ -154,11 +151,12 @@ class ProtocolWorld:
     def events(self) -> Iterator[Event]:
         """Yield the possible next events."""
         rules = self.model.rules
-        for rank, stop in enumerate(self.stops):
+        for rank, point in enumerate(self.points):
+            stop = point.stop
             if stop is None or rank in self.crashed:
                 continue
             choices = list(self._choices(rank, stop))
-            if choices and self._is_preemption(rank) and self.preempted == rules.preemptions:
+            if choices and self.preempted == rules.preemptions and self._is_preemption(rank):
                 continue
             for choice in choices:
                 yield Event(rank, stop, choice)
@@ -174,7 +172,7 @@ class ProtocolWorld:
         last = self.last
         if last in (-1, rank) or last in self.crashed:
             return False
-        stop = self.stops[last]
+        stop = self.points[last].stop
         return stop is not None and stop.kind != SLEEP and any(True for _ in self._choices(last, stop))
 
     def _choices(self, rank: int, stop: Stop) -> Iterable[Any]:
@@ -193,6 +191,7 @@ class ProtocolWorld:
             self.last = rank
         if choice == CRASH:
             self.crashed |= {rank}
+            self.memory.retire(rank)
             self.model.check(self)
             return
         if choice == INTERRUPT:
@@ -204,8 +203,7 @@ class ProtocolWorld:
             result = self._effect(rank, stop.kind, stop.words, choice)
             if result is STAYS:
                 return
-        self.results_of[rank] = (*self.results_of[rank], result)
-        self._run(rank)
+        self._run(rank, self.points[rank].after(result))
         self.model.check(self)
 
     def _effect(self, rank: int, kind: str, words: tuple[Any, ...], choice: Any) -> Any:
@@ -240,31 +238,43 @@ class ProtocolWorld:
             return True, self._effect(rank, kind, words, ONLY)
         return False, None
 
-    def _run(self, rank: int) -> None:
-        """Run a rank's code to its next operation, or its end."""
+    def _run(self, rank: int, point: Point) -> None:
+        """Run a rank's code from a point to its next operation, or its end."""
         while True:
-            results = list(self.results_of[rank])
-            run = current.run = Run(
-                self.kept[rank], results, lambda kind, words: self._at_once(rank, kind, words)
-            )
-            outcome: Any = None
-            try:
-                outcome = self.model.programs[rank]()
-            except Stopped:
-                pass
-            except Violation:
-                raise
-            except (DistError, KeyboardInterrupt) as error:
-                outcome = (type(error).__name__, str(error))
-            except Exception as error:
-                if run.stop is None and not run.turned:
-                    raise WrongResult(f"rank {rank} ended with {type(error).__name__}: {error}") from error
-            if run.turned:
-                self.kept[rank], self.results_of[rank] = run.kept, ()
-                continue
-            self.results_of[rank] = tuple(results)
-            self.stops[rank] = run.stop
-            if run.stop is None:
-                self.results[rank] = outcome
-                self.kept[rank], self.results_of[rank] = None, ()
-            return
+            if point.turned is not None:
+                point = point.turned
+            elif point.stop is not None:
+                done, result = self._at_once(rank, point.stop.kind, point.stop.words)
+                if not done:
+                    break
+                point = point.after(result)
+            elif point.ended:
+                self.results[rank] = point.outcome
+                self.memory.retire(rank)
+                break
+            else:
+                point = self._run_code(rank, point)
+                if point.stop is not None:
+                    break
+        self.points[rank] = point
+
+    def _run_code(self, rank: int, point: Point) -> Point:
+        """Run a rank's code from its beginning through a point; return the point to which it comes."""
+        run = current.run = Run(point, lambda kind, words: self._at_once(rank, kind, words))
+        outcome: Any = None
+        try:
+            outcome = self.model.programs[rank]()
+        except Stopped:
+            pass
+        except Violation:
+            raise
+        except (DistError, KeyboardInterrupt) as error:
+            outcome = (type(error).__name__, str(error))
+        except Exception as error:
+            if not run.is_over():
+                raise WrongResult(f"rank {rank} ended with {type(error).__name__}: {error}") from error
+        if run.error is not None:
+            raise run.error
+        if not run.is_over():
+            run.point.ended, run.point.outcome = True, outcome
+        return run.point

@@ -24,6 +24,7 @@ from verification.simulation import large
 from verification.simulation.subjects import SUBJECTS, Failure, check, stay_on_a_core
 
 _SHOWN_EVENTS = 60
+_SEEDS_AT_ONCE = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,14 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> int:
-    began, done = time.monotonic(), 0
-    for failure in pool.map(partial(check, subject), seeds, chunksize=max(1, min(16, len(seeds) // 8))):
-        done += 1
+    began = time.monotonic()
+    several = max(1, min(_SEEDS_AT_ONCE, len(seeds) // 8))
+    parts = [seeds[start : start + several] for start in range(0, len(seeds), several)]
+    for failure in pool.map(partial(check, subject), parts):
         if failure is not None:
             _show(subject, failure, f"--subject {subject} --first {failure.seed} --seeds 1")
             pool.shutdown(wait=False, cancel_futures=True)
             return 1
-    print(f"{subject}: {done} seeds, {done / (time.monotonic() - began) * 3600:,.0f} an hour", flush=True)
+    took = time.monotonic() - began
+    print(f"{subject}: {len(seeds)} seeds, {len(seeds) / took * 3600:,.0f} an hour", flush=True)
     return 0
 
 
