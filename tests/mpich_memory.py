@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +19,29 @@ _END_SECONDS = 10.0
 def mpich_memory_removed() -> Iterator[None]:
     """Remove what ranks of MPICH leave that begin and end within the block; if killed, they remove nothing.
 
-    A process may take a moment more to end than who started it. Another test may run ranks of MPICH
-    meanwhile: what a process still has mapped then stays.
+    A process may take a moment more to end than who started it: what one still has mapped stays until then.
+    One test at a time runs ranks of MPICH, in whatever process: a file that another one's rank has made and
+    not yet mapped would be removed, and then its peers cannot begin.
     """
-    before = _files()
-    try:
-        yield
-    finally:
-        for _ in pauses(_END_SECONDS):
-            left = _files() - before
-            mapped = _mapped() if left else ""
-            for file in left:
-                if file not in mapped:
-                    Path(file).unlink(missing_ok=True)
-            if not any(file in mapped for file in left):
-                break
+    with open(__file__, "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = _files()
+        try:
+            yield
+        finally:
+            _remove_since(before)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+
+
+def _remove_since(before: set[str]) -> None:
+    for _ in pauses(_END_SECONDS):
+        left = _files() - before
+        mapped = _mapped() if left else ""
+        for file in left:
+            if file not in mapped:
+                Path(file).unlink(missing_ok=True)
+        if not any(file in mapped for file in left):
+            break
 
 
 def _files() -> set[str]:

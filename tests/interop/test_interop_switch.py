@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 import torchestra
 import worlds
+from mpich_memory import mpich_memory_removed
 from ports import free_port
 from torchestra.errors import InvalidArgumentError
 from torchestra.interop import autoload, switch
@@ -282,14 +283,15 @@ def test_the_commands_turn_it_on(tmp_path: Path, command: list[str]) -> None:
         if not mpiexec.exists():
             pytest.skip("there is no mpiexec beside this Python")
         started = [str(mpiexec), "-n", "2", sys.executable, "-m", "torchestra.interop"]
-    ended = subprocess.run(
-        [*started, str(program), "--flag"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    with mpich_memory_removed():
+        ended = subprocess.run(
+            [*started, str(program), "--flag"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
     assert ended.returncode == 0, ended.stderr
     expected = f"['--flag'] TorchestraGroup {1.0 if alone else 2.0}"
     assert ended.stdout.count(expected) == (1 if alone else 2), ended.stdout + ended.stderr

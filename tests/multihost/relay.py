@@ -19,7 +19,11 @@ with socket.socket(socket.AF_UNIX) as door:
     told = "\0".join(f"{name}={value}" for name, value in os.environ.items()).encode()
     socket.send_fds(door, [len(told).to_bytes(4, "little")], [0, *descriptors])
     door.sendall(told)
-    for descriptor in descriptors:
-        os.close(descriptor)
     ended = door.recv(1)
+    if ended and descriptors:
+        # A handler of exit() tells MPICH's proxy that a rank has ended well; a forked rank calls none.
+        # When one ends that has not said so, the proxy kills all others on its host.
+        with socket.socket(fileno=descriptors[0]) as proxy:
+            proxy.sendall(b"cmd=finalize\n")
+            proxy.recv(4096)
 sys.exit(0 if ended else "the rank has failed")
