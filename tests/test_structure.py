@@ -36,6 +36,12 @@ SPEAKS_TO_TORCH_DISTRIBUTED = (
 )
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    """Return all files, parsed once. Later modules' collections of garbage would go through what stayed."""
+    return {path: ast.parse(path.read_text()) for path in FILES + OTHERS}
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
@@ -70,8 +76,10 @@ def test_the_search_for_torch_distributed_finds_it(text: str, expected: bool) ->
     assert uses_torch_distributed(ast.parse(text)) is expected
 
 
-def test_torch_distributed_is_used_where_torchestra_meets_it_and_nowhere_else() -> None:
-    users = [name_of(path) for path in FILES if uses_torch_distributed(ast.parse(path.read_text()))]
+def test_torch_distributed_is_used_where_torchestra_meets_it_and_nowhere_else(
+    trees: dict[Path, ast.Module],
+) -> None:
+    users = [name_of(path) for path in FILES if uses_torch_distributed(trees[path])]
     assert [name for name in users if not name.startswith(SPEAKS_TO_TORCH_DISTRIBUTED)] == []
 
 
@@ -81,9 +89,8 @@ MODULES = {
 }
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(tree: ast.Module) -> set[str]:
     """The modules of the package that one imports, in functions and for annotations too."""
-    tree = ast.parse(path.read_text())
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -94,11 +101,11 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle(trees: dict[Path, ast.Module]) -> None:
     graph = {}
     for path in FILES:
         if path.name != "__init__.py":
-            graph["torchestra." + name_of(path)[:-3].replace("/", ".")] = imports_of(path)
+            graph["torchestra." + name_of(path)[:-3].replace("/", ".")] = imports_of(trees[path])
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
@@ -107,22 +114,22 @@ def test_no_file_is_too_long_to_read() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_no_function_is_too_long_to_read() -> None:
+def test_no_function_is_too_long_to_read(trees: dict[Path, ast.Module]) -> None:
     lengths = {
         f"{path}:{node.name}": node.end_lineno - node.lineno + 1
-        for path in FILES + OTHERS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     }
     assert len(lengths) > 1000
     assert {name: length for name, length in lengths.items() if length > MAX_LINES_OF_A_FUNCTION} == {}
 
 
-def test_every_file_says_what_it_is_for() -> None:
+def test_every_file_says_what_it_is_for(trees: dict[Path, ast.Module]) -> None:
     vague = {"utils", "util", "helpers", "helper", "common", "misc"}
     own = [path for path in FILES if not name_of(path).startswith("compat/")]  # there they are torch's names
     assert [name_of(path) for path in own if path.stem in vague] == []
-    assert [name_of(path) for path in FILES if ast.get_docstring(ast.parse(path.read_text())) is None] == []
+    assert [name_of(path) for path in FILES if ast.get_docstring(trees[path]) is None] == []
 
 
 def offered_parts(package: types.ModuleType) -> Iterator[tuple[str, object]]:

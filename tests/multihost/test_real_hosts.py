@@ -110,11 +110,14 @@ def test_ddp_learns_the_digits_as_one_process_does(network: Network) -> None:
     assert found[0][1] > 0.8
 
 
+SUMS = 120
+
+
 def sums_through_a_cut() -> list[float]:
     """Sums before, while and after the link is cut; the test does that when it reads the note."""
     tensor = torch.ones(200_000)
     found = []
-    for number in range(400):
+    for number in range(SUMS):
         dist.all_reduce(total := tensor * number)
         found.append(total[-1].item())
         if dist.get_rank() == 0 and number == 50:
@@ -134,7 +137,7 @@ def test_a_link_that_comes_back_in_time_is_only_a_pause(network: Network) -> Non
             time.sleep(0.7)
         finally:
             network.restore(1)
-        assert results(world.finish()) == [[2.0 * n for n in range(400)]] * 2
+        assert results(world.finish()) == [[2.0 * n for n in range(SUMS)]] * 2
 
 
 def sums_for_ever() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchestra
-from warm_programs import WarmProgram
+from warm_programs import NestedWarm, WarmProgram
 
 pytest_plugins = ("pytester",)
 
@@ -34,12 +34,18 @@ def run(pytester: pytest.Pytester, source: str, *arguments: str) -> pytest.RunRe
     return pytester.runpytest_inprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments)
 
 
-def run_apart(pytester: pytest.Pytester, source: str, *arguments: str, typed: str = "") -> pytest.RunResult:
+def run_apart(
+    pytester: pytest.Pytester,
+    source: str,
+    *arguments: str,
+    typed: str = "",
+    kind: type[WarmProgram] = WarmProgram,
+) -> pytest.RunResult:
     """Run a test file in a process of its own, which no other test has left threads in."""
     pytester.makepyfile(HEAD + source)
     options = (*PLUGIN, "-p", "no:cacheprovider", f"--basetemp={pytester.path / 'temporary'}")
     began = time.monotonic()
-    program = WarmProgram(
+    program = kind(
         [sys.executable, "-m", "pytest", *options, *arguments],
         cwd=pytester.path,
         stdin=subprocess.PIPE,
@@ -376,7 +382,8 @@ def test_it():
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="looks at processes")
 def test_works_beside_xdist(pytester: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
-    result = run_apart(pytester, PROCESSES, "-n", "2", "-k", "passes or both or skips")
+    arguments = ("-n", "2", "-k", "passes or both or skips")
+    result = run_apart(pytester, PROCESSES, *arguments, kind=NestedWarm)  # so are xdist's workers
     result.assert_outcomes(passed=9, skipped=1)
 
 
