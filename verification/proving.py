@@ -15,6 +15,7 @@ from verification.protocols.hosts import HostAgreement
 from verification.protocols.passing import Passing
 from verification.protocols.product import Mutation as ProtocolMutation
 from verification.protocols.progress import Progress
+from verification.protocols.registers import RegisterReads
 from verification.ranks import Ranks
 from verification.report import names_of
 from verification.search import Make, Outcome, search, walk
@@ -24,7 +25,7 @@ _BOUNDED_STATES = 20_000
 _FEW_STATES, _WALK_SECONDS = 3_000, 10.0
 _PROTOCOL_SECONDS, _PROTOCOL_WALK_SECONDS = 10.0, 2.0
 
-AnyCase = Case | ArenaAgreement | HostAgreement | Passing | Progress
+AnyCase = Case | ArenaAgreement | HostAgreement | Passing | Progress | RegisterReads
 ALL_CASES: list[AnyCase] = [*CASES, *PROTOCOLS]
 ALL_REDUNDANT: list[Mutation | ProtocolMutation] = [*REDUNDANT, *PROTOCOL_REDUNDANT]
 ALL_MUTATIONS: list[Mutation | ProtocolMutation] = [*MUTATIONS, *PROTOCOL_MUTATIONS, *ALL_REDUNDANT]

@@ -23,7 +23,7 @@ def mutation_of(text: str) -> Mutation:
     return found
 
 
-@pytest.mark.parametrize("name", ["shrink of hosts", "grow", "descriptors, a process crashes"])
+@pytest.mark.parametrize("name", ["registers", "shrink of hosts", "grow", "descriptors, a process crashes"])
 def test_a_protocol_holds_in_all_orders_of_events(name: str) -> None:
     outcome = search(Start(case_named(name)).make)
     assert outcome.violation is None, outcome.violation
@@ -37,7 +37,9 @@ def test_a_protocol_holds_in_many_orders_of_events(name: str) -> None:
     assert outcome.violation is None, outcome.violation
 
 
-@pytest.mark.parametrize("text", ["missing = set(range(", "- self._entered", "self._taken.add"])
+@pytest.mark.parametrize(
+    "text", ["missing = set(range(", "word, word) == word", "- self._entered", "self._taken.add"]
+)
 def test_what_is_broken_is_found(text: str) -> None:
     assert find(mutation_of(text)).violation is not None
 

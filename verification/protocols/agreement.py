@@ -270,15 +270,7 @@ class ArenaAgreement:
 
     def name_of(self, address: int) -> str:
         """Return the name of a word."""
-        layout = ModelArena(self.size).layout
-        offset = address - BASE - layout.agreement
-        if offset == 0:
-            return "DECISION"
-        rank, word = divmod(offset - at.LINE, layout.agreement_bytes)
-        if word < at.PROPOSALS:
-            return f"{_WORDS[word]} of {rank}"
-        number, word = divmod(word - at.PROPOSALS, layout.proposal_bytes)
-        return f"{'KEY' if word < at.PROPOSAL_RANKS else 'SURVIVORS'} {number} of {rank}"
+        return name_of_word(address, self.size)
 
     def check(self, world: ProtocolWorld) -> None:
         """Refuse two groups, and groups that are not what their ranks believe."""
@@ -326,6 +318,19 @@ class ArenaAgreement:
         for rank, result in outcomes.items():
             if result[0] != IN and rank not in excluded:
                 raise WrongResult(f"rank {rank} {' '.join(map(str, result))}")
+
+
+def name_of_word(address: int, size: int) -> str:
+    """Return the name of a word of the registers in the arena of so many ranks."""
+    layout = ModelArena(size).layout
+    offset = address - BASE - layout.agreement
+    if offset == 0:
+        return "DECISION"
+    rank, word = divmod(offset - at.LINE, layout.agreement_bytes)
+    if word < at.PROPOSALS:
+        return f"{_WORDS[word]} of {rank}"
+    number, word = divmod(word - at.PROPOSALS, layout.proposal_bytes)
+    return f"{'KEY' if word < at.PROPOSAL_RANKS else 'SURVIVORS'} {number} of {rank}"
 
 
 def _is_late(world: ProtocolWorld, rank: int, choice: Any) -> bool:

@@ -7,9 +7,11 @@ from verification.protocols.hosts import HostAgreement
 from verification.protocols.passing import Passing
 from verification.protocols.product import Mutation
 from verification.protocols.progress import Progress
+from verification.protocols.registers import RegisterReads
 from verification.protocols.world import Rules
 
-PROTOCOLS: list[ArenaAgreement | HostAgreement | Passing | Progress] = [
+PROTOCOLS: list[ArenaAgreement | HostAgreement | Passing | Progress | RegisterReads] = [
+    RegisterReads("registers", epochs=3, reads=2),
     ArenaAgreement("shrink", 2),
     ArenaAgreement("shrink, a rank crashes", 2, Rules(crashes=1)),
     ArenaAgreement("shrink, one is excluded", 2, exclude=((1,), ())),
@@ -83,6 +85,10 @@ PROTOCOL_MUTATIONS: list[Mutation] = [
     Mutation(_ARENA, "return self._exchange(ballot, State.OPEN, ballot.epoch + 1, 0)",
              "return self._exchange(ballot, State.OPEN, ballot.epoch, 0)", "shrink, an interrupt"),
     Mutation(_ARENA, "at.READY) == ballot.epoch)", "at.READY) != 0)", "shrink, an interrupt"),
+    Mutation(_ARENA, "if shared_words.compare_exchange(self._decision, word, word) == word:",
+             "if shared_words.load_acquire(self._decision) == word:", "registers"),
+    Mutation(_ARENA, "if (read := self._read) is not None and read.word == word:",
+             "if (read := self._read) is not None:", "registers"),
     # Entering the new arena.
     # Registers in the store.
     Mutation(_STORE, "return set(ballot.survivors) - self._entered", "return set()", "shrink of hosts"),
