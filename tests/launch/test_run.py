@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from warm_programs import run_warm
+
 SURROUNDINGS = """
     import atexit, json, multiprocessing, os, pickle, random, sys
     import numpy, torch
@@ -90,9 +92,7 @@ def test_a_module_runs_as_with_python_m_and_alone_without_a_prefix(tmp_path) -> 
     )
     command = [sys.executable, "-m", "torchestra", "run", "-n", "1", "-m", "tool", "-m", "x"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_warm(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"tool __main__ tool ['-m', 'x'] {tmp_path}", done.stderr
 
 

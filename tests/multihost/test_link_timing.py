@@ -7,6 +7,7 @@ from simulated import on_threads
 
 from torchestra.errors import RankError
 from torchestra.launcher.api import launch
+from torchestra.performance import link_timing
 from torchestra.performance.link_timing import (
     LinkMeasurement,
     MessageTimes,
@@ -32,7 +33,8 @@ def join_and_measure() -> None:
         dist.destroy_process_group()
 
 
-def test_two_hosts_are_measured_while_the_third_waits() -> None:
+def test_two_hosts_are_measured_while_the_third_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_timing, "_OPERATION_SIZES", (4, 4 << 10))
     (measurement, said), *others = on_threads((1, 2, 1), measure)
     assert others == [(None, [])] * 3
     assert said[0] == "messages of 64 bytes to the other host"
