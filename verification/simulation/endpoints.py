@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchestra.engine.p2p.gil_waits import GilWaits
 from torchestra.transport.message import Message, Sending
 from verification.simulation.network import Source
 from verification.simulation.scheduler import active
@@ -56,10 +57,12 @@ class SimulatedEndpoint:
 
     Attributes:
         in_hand: the message that was received last, until whoever received it sets this to None.
+        gil_waits: measures nothing here, where one thread runs at a time.
     """
 
     def __init__(self, context: int, area: int, rank: int, size: int, lost: Callable[[int], bool]) -> None:
         self.in_hand: Message | None = None
+        self.gil_waits = GilWaits()
         self._run = Machine.network.run
         self._process = here()
         self._rank, self._lost = rank, lost
