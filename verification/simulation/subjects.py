@@ -57,7 +57,11 @@ class Failure:
 
 @contextlib.contextmanager
 def worlds() -> Iterator[None]:
-    """Simulate the product's worlds in the block: its seams and its environment."""
+    """Simulate the product's worlds in the block: its seams and its environment.
+
+    What is frozen before, as the tests freeze all that they have loaded, stays so.
+    """
+    was_frozen = gc.get_freeze_count() > 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     log = logging.getLogger("torchestra")
@@ -72,7 +76,8 @@ def worlds() -> Iterator[None]:
             yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         log.removeHandler(silence)
         log.propagate = propagates
         torch.set_num_threads(threads)
