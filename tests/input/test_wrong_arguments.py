@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from right_calls import UNCHECKED
+
+from warm_programs import run_warm
 
 pytestmark = pytest.mark.timeout(600)  # for the calls, which the first of the tests makes
 
@@ -60,9 +61,7 @@ def report() -> Report:
     command = [sys.executable, str(HERE / "enumeration.py"), "0", str(EVERY)]
     with tempfile.TemporaryDirectory(prefix="torchestra-test-") as directory:
         environment = {**os.environ, "TMPDIR": directory}
-        run = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
-        )
+        run = run_warm(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     told: list[dict[str, Any]] = [json.loads(line) for line in run.stdout.splitlines()]
     calls = {each["number"]: each["call"] for each in told if "call" in each}
     problems = [

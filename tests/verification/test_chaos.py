@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,8 @@ from tools.chaos.faults import FAULTS
 from tools.chaos.invariants import Verdict, judge
 from tools.chaos.worlds import Ranks
 
+from warm_programs import run_warm
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,13 +25,8 @@ def test_some_rounds_on_one_host() -> None:
     """Play what needs no root; without the training, which takes a second world to compare it with."""
     options = ["--faults", "kill,neighbour", "--workloads", "collectives,messages", "--one-host"]
     options += ["--load", "4"]  # other tests run meanwhile, and what they need is not in the average yet
-    played = subprocess.run(
-        [sys.executable, "-m", "tools.chaos", "--rounds", "2", "--seed", "3", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "tools.chaos", "--rounds", "2", "--seed", "3", *options]
+    played = run_warm(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert played.returncode == 0, played.stdout + played.stderr
     assert "2 rounds; every rank was right, or told in time what had happened" in played.stdout
 
