@@ -14,6 +14,7 @@ from torchestra.engine.membership.agreement import MembershipAgreement, PollInte
 from torchestra.system.deadline import Deadline
 
 INTERVAL = PollInterval(0.001, 0.02)
+WOKEN = PollInterval(0.001, 0.02, is_woken=True)
 
 
 class EnoughSeenError(Exception):
@@ -41,10 +42,12 @@ class WaitingDoor(Door):
         self._on_wait(self.waits, self.waited_s)
 
 
-def attempt(job: Job, rank: int, on_wait: Callable[[int, float], None]) -> tuple[CountingView, WaitingDoor]:
+def attempt(
+    job: Job, rank: int, on_wait: Callable[[int, float], None], interval: PollInterval = INTERVAL
+) -> tuple[CountingView, WaitingDoor]:
     """Have a rank take part until ``on_wait`` ends it, or an epoch is committed."""
     view, door = CountingView(job, rank), WaitingDoor(job, rank, on_wait)
-    agreement = MembershipAgreement(view, door, "g", Deadline(), INTERVAL, str, lambda _: "")
+    agreement = MembershipAgreement(view, door, "g", Deadline(), interval, str, lambda _: "")
     with pytest.raises(EnoughSeenError):
         agreement.run(())
     return view, door
@@ -64,9 +67,16 @@ def test_a_rank_that_waits_for_a_proposal_seldom_looks_at_the_others() -> None:
     assert view.looks <= 1 + door.waited_s / INTERVAL.longest < 5
 
 
-def test_the_rank_that_proposes_looks_each_time() -> None:
-    view, door = attempt(Job(came={0, 1}), 0, end_after(15))
+def test_a_rank_that_steps_wake_waits_for_one_as_long_as_it_may() -> None:
+    _, door = attempt(Job(came=set(range(MEMBERS))), MEMBERS - 1, end_after(15), WOKEN)
+    assert door.waited_s == pytest.approx(15 * WOKEN.longest)
+
+
+@pytest.mark.parametrize("interval", [INTERVAL, WOKEN])
+def test_the_rank_that_proposes_looks_each_time(interval: PollInterval) -> None:
+    view, door = attempt(Job(came={0, 1}), 0, end_after(15), interval)
     assert view.looks == door.waits
+    assert door.waited_s < 15 * interval.longest  # no step tells it that another rank has come
 
 
 def test_a_rank_that_has_entered_leaves_it_to_the_proposer_to_see_that_all_have() -> None:
@@ -79,8 +89,9 @@ def test_a_rank_that_has_entered_leaves_it_to_the_proposer_to_see_that_all_have(
     assert view.looks <= 3 + door.waited_s / INTERVAL.longest < 7
 
 
+@pytest.mark.parametrize("interval", [INTERVAL, WOKEN])
 @pytest.mark.parametrize("state", [State.OPEN, State.PROPOSED])
-def test_the_death_of_the_rank_whose_step_is_next_is_noticed(state: State) -> None:
+def test_the_death_of_the_rank_whose_step_is_next_is_noticed(state: State, interval: PollInterval) -> None:
     """Within the longest interval, whatever the ballot says: a dead rank changes nothing there."""
     job = Job(came=set(range(MEMBERS)))
     job.offers[b"\x00"] = tuple(range(MEMBERS))
@@ -96,12 +107,12 @@ def test_the_death_of_the_rank_whose_step_is_next_is_noticed(state: State) -> No
             door_of[0].learn()
         if job.now.word != began.word:
             raise EnoughSeenError
-        assert waits < 3 or waited_s - died_at <= 2 * INTERVAL.longest, "the death was not noticed"
+        assert waits < 3 or waited_s - died_at <= 2 * interval.longest, "the death was not noticed"
 
     door_of: list[WaitingDoor] = []
     view = CountingView(job, 1)
     door_of.append(WaitingDoor(job, 1, on_wait))
-    agreement = MembershipAgreement(view, door_of[0], "g", Deadline(), INTERVAL, str, lambda _: "")
+    agreement = MembershipAgreement(view, door_of[0], "g", Deadline(), interval, str, lambda _: "")
     with pytest.raises(EnoughSeenError):
         agreement.run(())
     assert died_at > 0.0

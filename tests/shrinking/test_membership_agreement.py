@@ -35,6 +35,29 @@ def propose(view: ArenaRegisters, survivors: tuple[int, ...]) -> bool:
     return now.state is State.OPEN and view.propose(now, survivors, key_of(view.rank, now.epoch, survivors))
 
 
+@pytest.mark.parametrize("step", ["propose", "commit", "void"])
+def test_a_step_wakes_whoever_sleeps_until_there_is_one(step: str) -> None:
+    zero, one = views(2)
+    if step != "propose":
+        assert propose(zero, (0, 1))
+    now = one.ballot()
+    sleeper = threading.Thread(target=one.sleep, args=(1e6,), daemon=True)
+    sleeper.start()
+    for _ in range(3):  # and not only one that comes before it sleeps
+        sleeper.join(0.01)
+        assert sleeper.is_alive()
+    assert propose(zero, (0, 1)) if step == "propose" else getattr(zero, step)(now)
+    sleeper.join(SOON)
+    assert not sleeper.is_alive()
+
+
+def test_whoever_reads_an_old_ballot_does_not_sleep() -> None:
+    zero, one = views(2)
+    one.ballot()
+    assert propose(zero, (0, 1))
+    one.sleep(1e6)
+
+
 def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
     zero, one, two = views(3)
     assert two.ballot() == (0, 1, State.OPEN, 0, (), b"")

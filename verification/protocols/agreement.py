@@ -441,7 +441,6 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "make_request": make_request,
         "RankContext": ModelNewContext,
         "Deadline": ModelDeadline,
-        "time": SimpleNamespace(sleep=lambda seconds: None),
         "spin_policy": lambda size: None,
     },
 }

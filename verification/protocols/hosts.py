@@ -77,6 +77,10 @@ class ModelEntry:
         entry.entered = entry.meeting if kept[3] else None
         return entry
 
+    def has_ended(self) -> bool:
+        """Return whether the rank is on its way no more."""
+        return self.entered is not None
+
     def has_entered(self) -> bool:
         """Return whether all have come."""
         if self.entered is None and perform("meets", self.meeting.name, self.meeting.size):

@@ -85,9 +85,11 @@ SHARED_WORDS = SimpleNamespace(
     **{
         name: runnable(getattr(shared_words, name))
         for name in ("load_acquire", "load_each", "store_ordered", "compare_exchange")
-    }
+    },
+    sleep_while_for=lambda address, value, limit: None,
+    wake=lambda address: None,
 )
-"""Stands for the module ``kernels.shared_words``."""
+"""Stands for the module ``kernels.shared_words``; whoever waits for a step may look at any moment."""
 
 
 class _Bytes:

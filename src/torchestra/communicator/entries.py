@@ -288,6 +288,9 @@ def _parameters(method: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(method).parameters)[1:]
 
 
+_NO_PLANS = (PlanRecord * 1)()
+
+
 class _Plans:
     """Hold the plans that an entry serves: those whose operation has gone the general way once."""
 
@@ -303,9 +306,10 @@ class _Plans:
         self._op = places.index("op") if row.reduces else None
         self._root = places.index("root") if row.root else None
         self._records: list[Any] = []
+        entry.plans = ctypes.addressof(_NO_PLANS)
         if row is BARRIER:
             self._known.append((_ANY_DTYPE, 0, 0, self._engine.barrier_plan.address))
-        self._write()
+            self._write()
 
     def _entry(self) -> Entry:
         """Return the entry, which refers to this object; a reference back would make a cycle."""

@@ -74,6 +74,21 @@ def sleep_while(address, value):
 
 
 @kernel
+def sleep_while_for(address, value, limit):
+    """Sleep until a word is no longer ``value``, is woken, or the timespec at ``limit`` has passed."""
+    if load_ordered(address) == value:
+        syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFF_FFFF, limit, 0, 0)
+    return 0
+
+
+@kernel
+def wake(address):
+    """Wake all that sleep on a word."""
+    syscall(FUTEX, address, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
+    return 0
+
+
+@kernel
 def wake_all(context):
     """Wake every rank that sleeps on any flag, so that it looks around."""
     for rank in range(load(context + SIZE)):

@@ -164,10 +164,16 @@ class EpochEntry(Protocol):
 
 
 class PollInterval(NamedTuple):
-    """The time between two looks at the registers, in seconds: at first, and in the end."""
+    """The time between two looks at the registers, in seconds.
+
+    Attributes:
+        first, longest: at first, and in the end.
+        is_woken: every step of another rank wakes those that wait. So they need not look for one.
+    """
 
     first: float
     longest: float
+    is_woken: bool = False
 
 
 class MembershipAgreement:
@@ -217,7 +223,7 @@ class MembershipAgreement:
             RankExcludedError: the others go on without this rank.
             CollectiveTimeoutError: a rank lives but has not come; it is named.
         """
-        first, longest = self._interval
+        first, longest, is_woken = self._interval
         pause, unstepped_s = first, 0.0
         try:
             self._registers.exclude(exclude)
@@ -233,8 +239,9 @@ class MembershipAgreement:
                         continue
                 if ballot.word != seen:  # what follows a step of another is often soon possible
                     seen, pause = ballot.word, first
-                self._epoch_entry.wait(pause)
-                unstepped_s += pause
+                seconds = longest if is_woken and self._next_by != self._rank else pause
+                self._epoch_entry.wait(seconds)
+                unstepped_s += seconds
                 pause = min(pause * _GROWTH, longest)
             self._refuse_if_excluded(ballot)
             return ballot

@@ -8,6 +8,9 @@ Why the ballot's invariants hold (agreement.py). A proposal is written by its pr
 is proposed. Two lie side by side, by the epoch's parity. So a rank that has read PROPOSED(n) or COMMITTED(n)
 with proposer p, then the proposal, and then finds the word unchanged, has read the proposal of epoch n: p
 writes over it only for epoch n + 2, which it begins only after having seen OPEN(n + 2).
+
+Whoever takes a step wakes those that sleep on the decision. Should a rank die between the two, they look all
+the same when they have slept for as long as they meant to.
 """
 
 from __future__ import annotations
@@ -39,10 +42,12 @@ class ArenaRegisters(Registers):
         self._blocks, self._stride = layout.agreement + at.LINE, layout.agreement_bytes
         self._proposal_bytes = layout.proposal_bytes
         self._read: Ballot | None = None
+        self._seen = 0
+        self._limit = np.zeros(2, dtype=np.int64)  # a struct timespec
 
     def ballot(self) -> Ballot:
         while True:
-            word = shared_words.load_acquire(self._decision)
+            word = self._seen = shared_words.load_acquire(self._decision)
             state = State(word & ((1 << _STATE_BITS) - 1))
             proposer = (word >> _STATE_BITS) & ((1 << _PROPOSER_BITS) - 1)
             epoch = (word >> (_STATE_BITS + _PROPOSER_BITS)) + 1
@@ -108,9 +113,16 @@ class ArenaRegisters(Registers):
     def accused(self) -> set[int]:
         return set()  # every rank sees by itself who is gone
 
+    def sleep(self, seconds: float) -> None:
+        """Sleep until a step is taken from the ballot that was read last, or for so long."""
+        self._limit[:] = divmod(int(seconds * 1e9), 1_000_000_000)
+        shared_words.sleep_while_for(self._decision, self._seen, self._limit.ctypes.data)
+
     def _exchange(self, ballot: Ballot, state: State, epoch: int, proposer: int) -> bool:
         desired = (((epoch - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
         previous: int = shared_words.compare_exchange(self._decision, ballot.word, desired)
+        if previous == ballot.word:
+            shared_words.wake(self._decision)
         return previous == ballot.word
 
     def _block(self, rank: int) -> int:

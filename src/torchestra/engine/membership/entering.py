@@ -68,6 +68,10 @@ class EntryThread(Generic[E]):
                 raise self.error
         return self.entered is not None
 
+    def has_ended(self) -> bool:
+        """Return whether the rank is on its way no more."""
+        return not self._thread.is_alive()
+
     def wait(self, seconds: float) -> None:
         """Sleep until the rank has entered the group, or has failed to, at most so long."""
         if self._thread.is_alive():

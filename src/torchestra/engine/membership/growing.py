@@ -160,7 +160,7 @@ class GrowingEpochEntry(Generic[E]):
         )
 
     def wait(self, seconds: float) -> None:
-        if self._entry is None:
+        if self._entry is None or self._entry.has_ended():
             self._plain.wait(seconds)
         else:
             self._entry.wait(seconds)

@@ -7,7 +7,6 @@ within the host for certain (liveness.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,7 +29,7 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store import Store
 from torchestra.system.deadline import Deadline
 
-_INTERVAL = PollInterval(0.0005, 0.02)
+_INTERVAL = PollInterval(0.0005, 0.02, is_woken=True)
 T = TypeVar("T")
 
 
@@ -164,7 +163,7 @@ class _ArenaEpochEntry:
         elif self._request is not None and self._new is None:
             self._request.sleep(seconds)
         else:
-            time.sleep(seconds)
+            self._old.registers.sleep(seconds)
 
     def awaited(self, ballot: Ballot) -> set[int]:
         return {ballot.proposer}  # which does not hand the arena out
