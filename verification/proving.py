@@ -22,7 +22,7 @@ from verification.search import Make, Outcome, search, walk
 
 _STATES, _SECONDS = 150_000, 40.0
 _BOUNDED_STATES = 20_000
-_FEW_STATES, _WALK_SECONDS = 3_000, 10.0
+_FEW_STATES, _FIRST_WALK_SECONDS, _WALK_SECONDS = 3_000, 1.0, 10.0
 _PROTOCOL_SECONDS, _PROTOCOL_WALK_SECONDS = 10.0, 2.0
 
 AnyCase = Case | ArenaAgreement | HostAgreement | Passing | Progress | RegisterReads
@@ -93,6 +93,10 @@ def find(mutation: Mutation | ProtocolMutation) -> Outcome:
             if outcome.violation is not None:
                 return outcome
     start = Start(case_named(mutation.case), mutation)
+    if isinstance(case, Case):  # some random paths are quicker than a few states where states are large
+        outcome = walk(start.make, _FIRST_WALK_SECONDS)
+        if outcome.violation is not None:
+            return outcome
     outcome = search(start.make, _FEW_STATES)
     if outcome.violation is None and not outcome.complete:
         outcome = walk(start.make, start.walk_seconds)
