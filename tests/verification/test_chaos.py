@@ -126,6 +126,17 @@ def test_what_libzmq_does_without_memory_is_told_from_an_abort_of_ours(ranks: Ra
         assert judge(short, ranks, {"began": time.time()}, ["a", "b"], 1.0).outcomes[2] == outcome
 
 
+@pytest.mark.parametrize(("named", "outcome"), [(2, "told"), (0, "failed")])
+def test_what_a_worker_without_memory_raises_is_raised_at_its_caller(
+    ranks: Ranks, named: int, outcome: str
+) -> None:
+    short = dataclasses.replace(ROUND, workload="rpc", fault="memory", variant="RLIMIT_DATA")
+    text = f"On worker 'w' (rank {named}):\nDefaultCPUAllocator: can't allocate memory"
+    theirs = {"ours": False, "type": "RuntimeError", "text": text, "at": time.time()}
+    tell(ranks, 1, {**ERROR, **theirs}, {"what": "over", "left": []})
+    assert judge(short, ranks, {"began": time.time()}, ["a", "b"], 1.0).outcomes[1] == outcome
+
+
 def test_what_is_left_in_the_temporary_folder_is_found(ranks: Ranks) -> None:
     (ranks.folder / "tmp" / "torchestra-left").touch()
     verdict = judged(ranks, {**ERROR, "at": time.time()}, {"what": "over", "left": []})

@@ -180,9 +180,11 @@ def _of_error(
     head = f"{told['type']}: {text.splitlines()[0][:300] if text else ''}"
     if not _may_fail(round_):
         return "failed", [f"nothing was the matter that it could not survive, but {head}"]
-    own_memory = round_.fault == "memory" and (rank == round_.victim or round_.world.ranks == "threads")
-    if own_memory and any(each in f"{told['type']}: {text}" for each in _OUT_OF_MEMORY):
-        return "no memory", []
+    if round_.fault == "memory" and any(each in f"{told['type']}: {text}" for each in _OUT_OF_MEMORY):
+        if rank == round_.victim or round_.world.ranks == "threads":
+            return "no memory", []
+        if round_.workload == "rpc" and f"(rank {round_.victim})" in text:
+            return "told", []  # what a function raises at a worker is raised at its caller
     if not told["ours"]:
         return "failed", [f"the error is not torchestra's: {head}"]
     blamed = _blamed(round_, rank) | left_before  # these have been told, and have gone
