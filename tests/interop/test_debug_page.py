@@ -7,6 +7,8 @@ import inspect
 import json
 import os
 import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,21 @@ def see_the_pages() -> dict[str, dict[str, Any]]:
         shown["dump"] = {"text": page.dump()}
     dist.barrier()
     return {path: {**values, "pid": os.getpid()} for path, values in shown.items()}
+
+
+ENDS = """
+from torchestra.interop.torch_distributed import debug_page
+import torch.distributed.debug._handlers as handlers
+vars(handlers).clear()
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.debug, "_handlers"), reason="torch has no such table")
+def test_a_process_with_torchs_handlers_ends_well_whatever_else_refers_to_them() -> None:
+    """torch's table of them is destroyed after the interpreter, and would release the functions then."""
+    command = [sys.executable, "-c", ENDS]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def has_pages() -> bool:

@@ -110,7 +110,10 @@ def time_slices(seconds: float) -> list[float]:
         while last - begun < seconds:
             now = time.perf_counter()
             if now - last > _SWITCHED_S:
-                slices.append(last - since)
+                if (
+                    last > since
+                ):  # else it had lost the core again at once, and how long it had it is not known
+                    slices.append(last - since)
                 since = now
             last = now
         os.sched_setaffinity(0, allowed)

@@ -8,10 +8,13 @@ that also works while the ranks hang.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+from types import FunctionType
 from typing import Any
 
+from torch.distributed.debug import _handlers
 from torch.distributed.debug._debug_handlers import FlightRecorderHandler, default_handlers
 from torch.distributed.debug._frontend import NavLink, Response, Route
 
@@ -24,6 +27,20 @@ from torchestra.engine.recorder.trace import trace_of
 from torchestra.launcher.open_arenas import open_arenas
 
 _OK = 200
+
+
+def _keep_handlers() -> None:
+    """Never release torch's handlers in Python.
+
+    torch has them in a table of C++ that is destroyed when the process ends, after the interpreter. To
+    release the last reference to a function then is a fatal error (SIGABRT).
+    """
+    for each in vars(_handlers).values():
+        if isinstance(each, FunctionType):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+_keep_handlers()
 
 
 class OperationsPage(FlightRecorderHandler):
