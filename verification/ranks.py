@@ -25,7 +25,11 @@ from verification.execution import Execution, Start
 from verification.memory import Known, SharedMemory
 from verification.operations import ALLOCATED, process_of
 from verification.program import Library
+from verification.violations import WrongResult
 from verification.world import Rules, World
+
+_FIRST_PAGE = 4096
+"""No process has memory below: a word that was never written, taken for an address, leads there."""
 
 HEAP_BYTES = 1 << 16
 WORD = 8
@@ -182,6 +186,8 @@ class Ranks:
         def initial(address: int) -> int:
             found = values.get(address)
             if found is None:
+                if address < _FIRST_PAGE:
+                    raise WrongResult(f"a rank reads at address {address}, of which nobody has told it")
                 made = address < ALLOCATED
                 found = values[address] = ctypes.c_int64.from_address(address).value if made else 0
             return found
