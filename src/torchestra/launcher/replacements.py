@@ -2,7 +2,8 @@
 
 A rank is a *member* of the job from the start, or as a replacement from when it reports that it has joined
 (system/phases.py). A replacement has the dead rank's number, and finds TORCHESTRA_JOIN=1 in its
-environment. It is started at once. The job ends by a failure
+environment. It is started at once; where the ranks have no core to spare, when the others train again, for
+whom it would take one, or after a moment (:data:`_SETTLING_S`). The job ends by a failure
 
 - before any rank was in a group: the others wait for the one that is gone, and none could join them;
 - that leaves fewer members than the least number, those that have ended well included;
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.failure_policy import FailurePolicy
 from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.job import Job
@@ -36,6 +38,8 @@ _USEFUL_AFTER_S = 10.0
 """A replacement that has been a member for so long was of use, though it reports no steps."""
 _LINGER_S = 2.0
 """The time for a rank that has reported its exception to end; its peers wait for it."""
+_SETTLING_S = 0.25
+"""The time for the others to go on after a death, before a replacement takes one of their cores."""
 
 
 class ElasticLimits(NamedTuple):
@@ -128,6 +132,7 @@ class Replacements(FailurePolicy):
         self._members: list[_Member] = []
         self._recoveries: list[_Recovery] = []
         self._restarts = 0
+        self._to_start: set[int] = set()
         self._met = job.spec.joins
         self.when_changed: Callable[[int], object] = lambda members: None
         self._fatal = False
@@ -188,6 +193,8 @@ class Replacements(FailurePolicy):
             if recovery.note(rank, reached):
                 self._report(recovery.rank, recovery.line, reached.time)
         self._recoveries = [recovery for recovery in self._recoveries if recovery.waiting]
+        if not self._recoveries:
+            self._start_replacements()
         self._show()
 
     def failing(self, rank: int) -> None:
@@ -226,13 +233,24 @@ class Replacements(FailurePolicy):
     def survived(self, failed: FailedRank) -> None:
         if self._ending():
             return
-        member = self._members[failed.rank]
         self._restarts += 1
-        member.restarts += 1
-        member.trained = False
-        member.enter("joins", time.monotonic())
-        self._job.replace(failed.rank)
-        self._show()
+        self._to_start.add(failed.rank)
+        if self._recoveries and usable_cores() < len(self._members):
+            self._job.loop.call_at(time.monotonic() + _SETTLING_S, self._start_replacements)
+        else:
+            self._start_replacements()
+
+    def _start_replacements(self) -> None:
+        """Start those that wait until the others have gone on, unless the job is at its end by now."""
+        to_start, self._to_start = self._to_start, set()
+        for rank in to_start if not (self._ending() or self._fatal or self._job.stopping) else ():
+            member = self._members[rank]
+            member.restarts += 1
+            member.trained = False
+            member.enter("joins", time.monotonic())
+            self._job.replace(rank)
+        if to_start:
+            self._show()
 
     # Decisions
 
