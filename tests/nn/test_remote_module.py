@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import rpc_workers
 import worlds
 from torchestra import autograd, rpc
 from torchestra.nn import RemoteDevice, RemoteModule
+from torchestra.nn.remote_module import _make_module
 from torchestra.optim import DistributedOptimizer
 
 
@@ -248,3 +251,23 @@ def use_from_scripts() -> None:
 
 def test_a_module_of_an_interface_can_be_called_by_scripts() -> None:
     rpc_workers.first("threads", 2, use_from_scripts)
+
+
+def test_modules_that_are_made_at_once_are_compiled_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch.jit.script adds the methods of a class to a type that all threads share."""
+    both, met = threading.Barrier(2), []
+
+    def script(module: torch.nn.Module) -> torch.nn.Module:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.append(both.wait(0.2))
+        return module
+
+    monkeypatch.setattr(torch.jit, "script", script)
+    made = [threading.Thread(target=_make_module, args=(Scaled, (1.0,), {}, "cpu", True)) for _ in range(2)]
+    for thread in made:
+        thread.start()
+    for thread in made:
+        thread.join()
+    assert not met

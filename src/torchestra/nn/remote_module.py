@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -200,6 +201,9 @@ RemoteModule.parameters = _not_supported(  # type: ignore[method-assign]
 
 # Functions that the module's worker runs.
 
+# Threads that compile modules of one class at once each add its methods to the same type: torch refuses that.
+_scripting = threading.Lock()
+
 
 def _make_module(
     module_cls: Callable[..., torch.nn.Module],
@@ -215,7 +219,10 @@ def _make_module(
             f" instance of {type(module)}."
         )
     made = module.to(device)
-    return torch.jit.script(made) if scripted else made
+    if not scripted:
+        return made
+    with _scripting:
+        return torch.jit.script(made)
 
 
 def _forward(module_rref: RRef, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
