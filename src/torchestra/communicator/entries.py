@@ -289,6 +289,7 @@ def _parameters(method: Callable[..., Any]) -> list[str]:
 
 
 _NO_PLANS = (PlanRecord * 1)()
+"""The end of a table alone: what entries serve at first. Nobody writes it."""
 
 
 class _Plans:

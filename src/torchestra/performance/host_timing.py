@@ -110,9 +110,7 @@ def time_slices(seconds: float) -> list[float]:
         while last - begun < seconds:
             now = time.perf_counter()
             if now - last > _SWITCHED_S:
-                if (
-                    last > since
-                ):  # else it had lost the core again at once, and how long it had it is not known
+                if last > since:  # else it lost the core again at once: for how long it had it is not known
                     slices.append(last - since)
                 since = now
             last = now
