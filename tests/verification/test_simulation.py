@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 
+from torchestra.engine.kernels import shared_words
 from verification.simulation import __main__ as command
-from verification.simulation import groups, launching, launching_mutations, messages, rpc, subjects
+from verification.simulation import groups, growing, launching, launching_mutations, messages, rpc, subjects
 from verification.simulation.faults import Fault
 from verification.simulation.groups import GroupsWorld
+from verification.simulation.growing import GrowingWorld
 from verification.simulation.launching import LaunchingWorld
 from verification.simulation.messages import MessagesWorld
 from verification.simulation.mutations import MUTATIONS
@@ -42,6 +44,15 @@ def test_broken_launchers_are_found_out(name: str) -> None:
     with worlds():
         assert mutation.failure(0) == ""
         assert mutation.is_found()
+
+
+def test_ranks_of_a_host_that_agree_let_simulated_time_pass() -> None:
+    """A futex would stop all threads of the simulation, and the only clock that could end that wait."""
+    with worlds(), mock.patch.object(shared_words, "sleep_while_for") as sleep_while_for:
+        world = GrowingWorld(growing.plan(43))
+        world.go()
+        assert not sleep_while_for.called
+        gc.collect()
 
 
 def test_a_seed_is_one_run() -> None:

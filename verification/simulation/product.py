@@ -35,8 +35,10 @@ from torchestra import (
     transport,
     world,
 )
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership import joining, rank_context, shrinking
+from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.curve_bridge import _Transfer
 from torchestra.engine.multihost.record_publisher import RecordPublisher
@@ -48,7 +50,7 @@ from torchestra.transport import event_loop, pair, source_port
 from torchestra.transport.pair import PairConnection
 from verification.simulation.endpoints import SimulatedSharedMemory
 from verification.simulation.polling import SimulatedSelect, SimulatedSelectors
-from verification.simulation.scheduler import active
+from verification.simulation.scheduler import Task, active
 from verification.simulation.sockets import SimulatedOS, SimulatedSockets
 from verification.simulation.threads import (
     SeededSecrets,
@@ -87,6 +89,35 @@ def _check_after_a_wait(self: RankContext, *arguments: Any, **named: Any) -> Any
         self._poll_interval[:] = 0
         run.wait(run.choices.choice(_POLLS))
     return _check(self, *arguments, **named)
+
+
+_exchange = ArenaRegisters._exchange
+_sleepers: dict[int, list[Task]] = {}
+"""The threads that wait for a step of an agreement, by the address of its decision."""
+
+
+def _sleep_until_a_step(self: ArenaRegisters, seconds: float) -> None:
+    """Wait as the kernel's futex does, which would stop all threads: only one runs at a time."""
+    run = active()
+    assert run is not None
+    if shared_words.load_acquire(self._decision) == self._seen:
+        sleepers = _sleepers.setdefault(self._decision, [])
+        task = run.me()
+        sleepers.append(task)
+        try:
+            run.wait(seconds)
+        finally:
+            if task in sleepers:
+                sleepers.remove(task)
+
+
+def _exchange_and_wake(self: ArenaRegisters, *arguments: Any) -> bool:
+    taken = _exchange(self, *arguments)
+    run = active()
+    if taken and run is not None:
+        for task in _sleepers.pop(self._decision, ()):
+            run.wake(task)
+    return taken
 
 
 def _start_no_publisher(self: RecordPublisher, name: str) -> None:
@@ -172,6 +203,8 @@ def simulated() -> Iterator[None]:
             (joining, "spin_policy", _impatient),
             (shrinking, "spin_policy", _impatient),
             (rank_context.RankContext, "check", _check_after_a_wait),
+            (ArenaRegisters, "sleep", _sleep_until_a_step),
+            (ArenaRegisters, "_exchange", _exchange_and_wake),
             (RecordPublisher, "start", _start_no_publisher),
             (router, "p2p", SimulatedSharedMemory),
             (calls, "_await_future", _await_simulated),
@@ -190,3 +223,4 @@ def begin(seed: object) -> None:
     """Make the product's random bytes and numbers those of a seed."""
     SECRETS.choices.seed(f"{seed} secrets")
     NUMBERED.begin()
+    _sleepers.clear()
