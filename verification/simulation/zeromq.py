@@ -31,6 +31,10 @@ class _Monitor(Source):
     def __init__(self) -> None:
         super().__init__()
         self.events: deque[int] = deque()
+        self._number = Machine.open(self)
+
+    def fileno(self) -> int:
+        return self._number
 
     def is_readable(self) -> bool:
         return bool(self.events)

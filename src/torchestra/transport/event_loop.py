@@ -9,36 +9,40 @@ only. Time in which this process itself was stopped does not count.
 uses the inbox. The transport's thread sleeps on the inbox's descriptor by way of an epoll set, from which the
 other thread removes it meanwhile, so that a frame wakes only one of them. The other thread handles only its
 own message, and leaves any other frame in the inbox for the transport's thread.
+
+*Many peers.* What happens on a connection wakes the thread, which then looks at that one, and at all only once
+in a tick. If it looked at all at each event, the meeting of a job's ranks would cost the cube of their number.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import zmq
 
 from torchestra.system.limits import start_thread
 from torchestra.system.try_lock import TryLock
+from torchestra.transport.connection_events import ConnectionEvents
 from torchestra.transport.control_frames import ASK_TO_CONFIRM, CONTROL_BYTES, GOODBYE
 from torchestra.transport.endpoint import EndpointRecord, ZapAuthenticator
 from torchestra.transport.framing import whole_text
 from torchestra.transport.inbox import Inbox
 from torchestra.transport.listener import Listener
-from torchestra.transport.message import Message
+from torchestra.transport.message import Handlers
 from torchestra.transport.pair import PairConnection
 from torchestra.transport.sockets import incoming_socket, outgoing_socket
 from torchestra.transport.source_port import Identity, source_ports
 
 TICK, _IDLE_TICK = 0.05, 0.2
-_MEETING_TICK = 0.002
+_ROOM_TICK = 0.002
 _LONGEST_TICK = 0.5
 LINGER_SECONDS = 2.0
 _FRAMES_AT_ONCE = 256
@@ -46,15 +50,6 @@ _MAX_EXPECTED_AT_ONCE = 64
 """How many ranks that may connect at any time can be in their handshakes at once, besides strangers."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Handlers:
-    """The functions that the thread calls, see :class:`~torchestra.transport.transport.Transport`."""
-
-    arrived: Callable[[Message], None]
-    lost: Callable[[int, str], None]
-    broken: Callable[[int, str], None] | None
 
 
 class EventLoop:
@@ -94,6 +89,7 @@ class EventLoop:
         self._reported_lost: set[int] = set()
         self._clock = 0.0
         self._last_check = time.monotonic()
+        self._tick = TICK
         self.closing = False
         self._released = False
         self._wake_pending = False
@@ -107,6 +103,7 @@ class EventLoop:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._receiving = TryLock()
         self._missed_input = False  # the thread could not receive, as another one did
+        self._sleeps_on_input = True  # False: another one does, or an interrupt came while it did
         try:
             self._context.set(zmq.MAX_SOCKETS, 65536)
             self._identity = Identity(is_ipv6=":" in address, not_from=ports)
@@ -119,6 +116,8 @@ class EventLoop:
             self._arrival.register(self._descriptor, select.POLLIN)
             self._arrivals = select.epoll()  # for the thread
             self._arrivals.register(self._descriptor, select.EPOLLIN)
+            self._poller = zmq.Poller()
+            self._events = ConnectionEvents(self._poller)
         except BaseException:
             self._release()
             raise
@@ -134,8 +133,7 @@ class EventLoop:
             self._endpoints |= new
             self._admit_endpoints()
             if connect:
-                for rank in new:
-                    self.peer(rank).wanted = True
+                self.want(new)
             if self._thread is None:
                 assert self._listener is not None
                 self._listener.open(self._expected())
@@ -144,6 +142,13 @@ class EventLoop:
                 start_thread(self._thread)
         self.wake()
         return True
+
+    def want(self, ranks: Iterable[int]) -> None:
+        """Have the thread connect to ranks that are known; the caller wakes it."""
+        for rank in ranks:
+            peer = self.peer(rank)
+            peer.wanted = True
+            self.unsent.append(peer)
 
     def forget(self, rank: int, how: str) -> None:
         """Admit a rank no more, and take nothing that still comes from it."""
@@ -198,6 +203,7 @@ class EventLoop:
             if self._missed_input or self.closing or not lock.take(claim):
                 is_left = False
                 return False
+            self._sleeps_on_input = False
             self._arrivals.modify(self._descriptor, 0)
             while not self.closing and (remaining := deadline - time.monotonic()) > 0:
                 if not self._inbox.receive():
@@ -214,12 +220,17 @@ class EventLoop:
             # Should an interrupt come here, the thread looks by itself after a tick.
             try:
                 if lock.holder is claim:
-                    self._arrivals.modify(self._descriptor, select.EPOLLIN)
+                    self._sleep_on_input()
             finally:
                 if lock.holder is claim:
                     del lock.holder
             if is_left:
                 self.wake()
+
+    def _sleep_on_input(self) -> None:
+        """Let what comes wake the transport's thread again."""
+        self._arrivals.modify(self._descriptor, select.EPOLLIN)
+        self._sleeps_on_input = True
 
     def _take(self, take: Callable[[int, int, int, bytes], bool]) -> bool:
         """Deal with a frame if it is what the calling thread waits for; return whether it is."""
@@ -303,77 +314,66 @@ class EventLoop:
     def _exchange(self) -> None:
         listener = self._listener
         assert listener is not None
-        poller = zmq.Poller()
-        arrivals = self._arrivals.fileno()
-        for source in (self._wake, arrivals, self.authenticator.socket, listener.monitor):
-            poller.register(source, zmq.POLLIN)
-        blocked: dict[Any, PairConnection] = {}  # by socket
-        next_check, is_more = 0.0, True
+        for source in (self._wake, self._arrivals.fileno(), self.authenticator.socket, listener.monitor):
+            self._poller.register(source, zmq.POLLIN)
+        last_check, is_more = -math.inf, True
         while not self.closing:
-            meeting = any(peer.is_meeting for peer in self.peers.values())
-            watches = self._heartbeat is not None or any(peer.is_ending for peer in self.peers.values())
-            tick = TICK if watches else _IDLE_TICK
-            pause = 0.0 if is_more else _MEETING_TICK if meeting else tick
-            ready = dict(poller.poll(round(1000 * pause)))
+            pause = 0.0 if is_more or self.unsent else self._tick
+            ready = dict(self._poller.poll(round(1000 * pause)))
             # Even if nothing woke the thread: an interrupted caller may have set this without a wake-up.
             self._wake_pending = False
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            for peer in self._events.changed(ready):
+                self._guarded(peer, self._read_events, peer)
             is_more, gone = self._receive(listener)
-            if gone:
-                next_check = 0.0
-            for peer in self._to_flush(ready, blocked, meeting=meeting):
-                self._flush(peer, poller, blocked)
+            for peer in self._to_flush(ready):
+                self._flush(peer)
             if self.authenticator.socket in ready:
                 self.authenticator.answer(listener.hold)
-            is_time = meeting or time.monotonic() >= next_check
-            if is_time or listener.monitor in ready:
-                self._check_port(poller, listener)
+            is_time = gone or time.monotonic() - last_check >= self._tick
+            if (is_time or listener.monitor in ready) and not listener.is_shut:
+                listener.check(self._expected())
+                if listener.is_shut:
+                    self._poller.unregister(listener.monitor)
             if is_time:
-                self._check_peers(poller, blocked)
-                next_check = time.monotonic() + tick
+                self._check_peers()
+                last_check = time.monotonic()
 
-    def _check_port(self, poller: zmq.Poller, listener: Listener) -> None:
-        if not listener.is_shut:
-            listener.check(self._expected())
-            if listener.is_shut:
-                poller.unregister(listener.monitor)
-
-    def _to_flush(
-        self, ready: Mapping[Any, int], blocked: Mapping[Any, PairConnection], *, meeting: bool
-    ) -> set[PairConnection]:
+    def _to_flush(self, ready: Mapping[Any, int]) -> set[PairConnection]:
         """Return the connections that may have something to send."""
-        peers = {peer for socket, peer in blocked.items() if socket in ready}
+        peers = set(self._events.with_room(ready))
         while self.unsent:
             peer = self.unsent.popleft()
-            if not peer.blocked or peer.socket not in blocked:
+            if not self._events.is_awaiting_room(peer):
                 peers.add(peer)
-        if meeting:
-            there = self.peers.values()
-            peers.update(peer for peer in there if peer.has_output and peer.socket not in blocked)
         return peers
 
-    def _flush(self, peer: PairConnection, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
-        """Send what ZeroMQ takes; poll a connection for room only while it has none."""
+    def _read_events(self, peer: PairConnection) -> None:
+        """Act on what has happened on the connection to a rank."""
+        if peer.read_events(self._clock):
+            self.unsent.append(peer)  # there may be a hello to send
+            if peer.is_ending:
+                self._tick = TICK
+
+    def _flush(self, peer: PairConnection) -> None:
+        """Send what ZeroMQ takes."""
         if peer.end_reason:
             return
         if peer.is_wanted:
             self._connect(peer)
             return
         self._guarded(peer, peer.flush, self._clock)
-        socket = peer.socket
-        if peer.blocked and socket not in blocked:
-            poller.register(socket, zmq.POLLOUT)
-            blocked[socket] = peer
-        elif not peer.blocked and socket in blocked:
-            poller.unregister(socket)
-            del blocked[socket]
+        self._events.note_room(peer)
 
     def _connect(self, peer: PairConnection) -> None:
         identity = self._identity
         assert identity is not None
         socket = outgoing_socket(self._context, peer.endpoint, identity.public, identity.private)
+        self._events.end(peer)
         self._guarded(peer, peer.connect, socket, identity.ports)
+        self._events.begin(peer)
+        self._tick = TICK
 
     def _guarded(self, peer: PairConnection, action: Callable[..., None], *args: object) -> None:
         """Call ``action`` for a rank; an error ends the connection to that rank, and no other."""
@@ -392,7 +392,8 @@ class EventLoop:
         if self._missed_input:
             return False, False
         try:
-            self._arrivals.modify(self._descriptor, select.EPOLLIN)  # an interrupted caller may not have
+            if not self._sleeps_on_input:  # an interrupted caller may have left it so
+                self._sleep_on_input()
             for _ in range(_FRAMES_AT_ONCE):
                 if not self._inbox.receive():
                     return False, gone
@@ -436,30 +437,31 @@ class EventLoop:
             if peer.has_output:
                 self.unsent.append(peer)
 
-    def _check_peers(self, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
+    def _check_peers(self) -> None:
         now = time.monotonic()
         self._clock += min(_LONGEST_TICK, now - self._last_check)
         self._last_check = now
+        is_busy = self._heartbeat is not None
         for peer in self.peers.values():
             if peer.is_wanted:
                 self._connect(peer)
             if peer.socket is None:
                 continue
+            self._guarded(peer, self._read_events, peer)
             self._guarded(peer, peer.check, self._clock, self._heartbeat)
             if peer.broken and not peer.end_reason and self._handlers.broken is not None:
                 how = peer.broken
                 self._guarded(peer, peer.break_off)
                 self._handlers.broken(peer.rank, how)
-            again = peer.is_to_connect_again(now)
-            if (peer.end_reason or again) and peer.socket in blocked:
-                poller.unregister(peer.socket)
-                del blocked[peer.socket]
             if peer.end_reason:
+                self._events.end(peer)
                 peer.close(linger=0)
-            elif again:
+            elif peer.is_to_connect_again(now):
                 self._connect(peer)
             elif peer.joined and self._heartbeat and self._clock - peer.sent_at > self._heartbeat / 4:
                 peer.show_life(self._clock)
+            is_busy |= peer.is_ending or peer.is_meeting
+        self._tick = TICK if is_busy else _IDLE_TICK
         self._report_lost()
 
     def _report_lost(self) -> None:
@@ -480,12 +482,12 @@ class EventLoop:
                     self._guarded(peer, peer.flush, self._clock)
             if time.monotonic() > deadline:
                 break
-            time.sleep(_MEETING_TICK)
+            time.sleep(_ROOM_TICK)
 
     def _release(self) -> None:
         claim = object()
         while not self._receiving.take(claim):  # the holder sees that this end is closing
-            time.sleep(_MEETING_TICK)
+            time.sleep(_ROOM_TICK)
         for peer in self.peers.values():
             peer.close(linger=int(1000 * self.linger_s))
         if self._listener is not None:

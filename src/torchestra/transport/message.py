@@ -1,8 +1,9 @@
-"""Messages as their receivers get them."""
+"""Messages as their receivers get them, and the functions that get them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,15 @@ class Message(NamedTuple):
     text: bytes | npt.NDArray[np.uint8]
     storages: Sequence[torch.UntypedStorage]
     lost: MemoryError | None = None
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The functions that a transport calls, see :class:`~torchestra.transport.transport.Transport`."""
+
+    arrived: Callable[[Message], None]
+    lost: Callable[[int, str], None]
+    broken: Callable[[int, str], None] | None
 
 
 class Sending(Protocol):

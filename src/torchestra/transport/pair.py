@@ -67,6 +67,7 @@ class PairConnection:
 
     Attributes:
         socket: of this rank's connection to the other; None before it connects.
+        monitor: tells what becomes of that connection.
         joined: the handshake has succeeded.
         hello_received: the other has said hello.
         hello_acked: it has received the hello of our present connection, so it does not take that for a
@@ -106,7 +107,7 @@ class PairConnection:
         self.blocked = False
         self.received = self.accepted = 0
         self.assembler = MessageAssembler(rank)
-        self._monitor: zmq.Socket[Any] | None = None
+        self.monitor: zmq.Socket[Any] | None = None
         self._attempts = 0
         self._is_answered = False
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
@@ -249,7 +250,7 @@ class PairConnection:
         if self.socket is not None:
             self._close_socket(0)
         self.socket, self.refused, self._is_answered = socket, "", False
-        self._monitor = socket.get_monitor_socket(_EVENTS)
+        self.monitor = socket.get_monitor_socket(_EVENTS)
         self.began = time.monotonic()
         address = self.endpoint.address
         port = (*ports, None)[self._attempts % (len(ports) + 1)]
@@ -414,10 +415,16 @@ class PairConnection:
             self._posted, self._sent = sum(each.size for each in kept), 0
             self._first, self.refused = time.monotonic(), _FAILED[zmq.EVENT_DISCONNECTED]
 
+    def read_events(self, clock: float) -> bool:
+        """Act on what ZeroMQ tells of the connection; return whether it has told anything."""
+        has_events = False
+        while self.monitor is not None and self.monitor.poll(0):
+            has_events = True
+            self._note_event(zmq.Event(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]), clock)
+        return has_events
+
     def check(self, clock: float, heartbeat: float | None) -> None:
-        """Note the state of the connection."""
-        while self._monitor is not None and self._monitor.poll(0):
-            self._note_event(zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]), clock)
+        """Note the state of the connection, after :meth:`read_events`."""
         if (not self.wanted or self._retry_for is not None) and not self.end_reason and self.is_given_up:
             self.end_reason = f"cannot be reached ({self.refused})"
         if self.end_reason or not self.joined:
@@ -482,9 +489,9 @@ class PairConnection:
     def _close_socket(self, linger: int) -> None:
         if self.socket is None:
             return
-        if self._monitor is not None:
+        if self.monitor is not None:
             self.socket.disable_monitor()
-            self._monitor.close(0)
-            self._monitor = None
+            self.monitor.close(0)
+            self.monitor = None
         self.socket.close(linger)
         self.socket = None

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchestra.errors import DistNetworkError
 from torchestra.transport.endpoint import EndpointRecord
-from torchestra.transport.event_loop import LINGER_SECONDS, EventLoop, Handlers
-from torchestra.transport.message import Message, Sending
+from torchestra.transport.event_loop import LINGER_SECONDS, EventLoop
+from torchestra.transport.message import Handlers, Message, Sending
 from torchestra.transport.sockets import await_confirmed, await_met
 
 _JOIN_SECONDS = 5.0
@@ -116,8 +116,7 @@ class Transport:
 
     def connect(self, ranks: Iterable[int]) -> None:
         """Connect now to ranks that are known."""
-        for rank in ranks:
-            self._loop.peer(rank).wanted = True
+        self._loop.want(ranks)
         self._loop.wake()
 
     def forget(self, rank: int, how: str) -> None:
