@@ -26,6 +26,7 @@ from torchestra.errors import DistBackendError
 from torchestra.store import Store
 from torchestra.store.secret import SECRET_ADVICE
 
+_Proposal = tuple[tuple[int, ...], bytes]
 _COMMITTED, _VOID = b"committed", b"void"
 
 
@@ -50,6 +51,8 @@ class StoreRegisters(Registers):
         self._came_text = GrowingText(self._read_signed)
         self._gone_text, self._entered_text = GrowingText(self._read_ranks), GrowingText(self._read_ranks)
         self._excluded_text = GrowingText(self._read_pairs)
+        self._lists: tuple[bytes, ...] = ()  # as they were read last
+        self._proposal: tuple[bytes, _Proposal | None] = (b"", ((), b""))  # the last, and what it says
         self._accused: set[int] = set()
 
     def ballot(self) -> Ballot:
@@ -58,7 +61,7 @@ class StoreRegisters(Registers):
         while True:
             verdict, proposal, came, gone, excluded, entered = self._store.multi_get(self._keys())
             if verdict in (b"", _COMMITTED):
-                read = read_proposal(proposal, self.size) if proposal else ((), b"")
+                read = self._read_proposal(proposal)
                 if read is not None:
                     break
                 if verdict:  # no rank commits what it cannot read
@@ -69,15 +72,23 @@ class StoreRegisters(Registers):
                 self._accused = {rank for (rank,) in words}
                 self._begin_epoch()
         survivors, key = read
-        coming = dict(self._came_text.values(came))
-        self._coming = {rank: sign for rank, sign in coming.items() if sign != b"-"}
-        self._gone = set(self._gone_text.values(gone))
-        self._excluded = dict(self._excluded_text.values(excluded))
-        self._entered = set(self._entered_text.values(entered))
+        if (lists := (came, gone, excluded, entered)) != self._lists:
+            self._lists = lists
+            coming = dict(self._came_text.values(came))
+            self._coming = {rank: sign for rank, sign in coming.items() if sign != b"-"}
+            self._gone = set(self._gone_text.values(gone))
+            self._excluded = dict(self._excluded_text.values(excluded))
+            self._entered = set(self._entered_text.values(entered))
         state = State.COMMITTED if verdict else State.PROPOSED if survivors else State.OPEN
         if verdict and not survivors:
             raise self.forged_error()
         return Ballot(0, self._epoch, state, survivors[0] if survivors else 0, survivors, key)
+
+    def _read_proposal(self, text: bytes) -> _Proposal | None:
+        """Return what a proposal says, as read_proposal does; it is read again only if it is another one."""
+        if text != self._proposal[0]:
+            self._proposal = text, read_proposal(text, self.size) if text else ((), b"")
+        return self._proposal[1]
 
     def forged_error(self) -> DistBackendError:
         """Return the error that says that a commit in the store cannot be the ranks' own."""
