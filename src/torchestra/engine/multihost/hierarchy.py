@@ -451,10 +451,14 @@ class Hierarchy:
             if padded.numel():
                 self.wait(self.bridge.all_gather(received, padded, call.timeout_s), call)
         self.share(carried, received, call)
-        blocks = []
-        for host, cut in enumerate(cuts):
-            rows = (carried[rail].view(hosts, longest[rail])[host, : cut[rail]] for rail in range(rails))
-            blocks.append(own if host == self.host else torch.cat(list(rows)))
+        rows = torch.cat([part.view(hosts, -1) for part in carried[:rails] if part.numel()], dim=1)
+        blocks = [
+            row
+            if cut == longest
+            else torch.cat([part[:count] for part, count in zip(row.split(longest), cut, strict=True)])
+            for row, cut in zip(rows, cuts, strict=True)
+        ]
+        blocks[self.host] = own
         return blocks
 
 

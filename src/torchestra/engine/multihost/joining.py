@@ -15,7 +15,6 @@ from torchestra.engine.hosts import Hosts
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join, refuse
 from torchestra.engine.membership.rank_context import RankContext
-from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
 from torchestra.engine.multihost.engine import MultiHostEngine
@@ -166,9 +165,13 @@ def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout
     def call() -> Call:
         return Call(pack(Kind.barrier), 0, timeout_s, None)
 
+    hosts = hierarchy.hosts
     own = torch.frombuffer(bytearray(transport.own_record()), dtype=torch.uint8)
-    records = torch.empty((hierarchy.hosts.size, RECORD_BYTES), dtype=torch.uint8)
-    broadcast_gather.all_gather(hierarchy, list(records), own, call())
+    here = torch.empty((len(hierarchy.here), RECORD_BYTES), dtype=torch.uint8)
+    hierarchy.share(list(here), own, call())
+    blocks = hierarchy.spread(here.view(-1), [len(ranks) * RECORD_BYTES for ranks in hosts.members], call())
+    records = torch.empty((hosts.size, RECORD_BYTES), dtype=torch.uint8)
+    records[[rank for ranks in hosts.members for rank in ranks]] = torch.cat(blocks).view(-1, RECORD_BYTES)
     transport.expect(records.numpy().tobytes())
     hierarchy.detector.attach(transport)  # else those that have met all others take this one for silent
     hierarchy.agree(call())  # nobody connects to a rank that does not know it yet
