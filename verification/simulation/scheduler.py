@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import heapq
 import itertools
+import math
 import random
 import sys
 import threading
@@ -25,6 +26,7 @@ from types import FrameType
 _CLOCK_READS_WITHOUT_A_WAIT = 100
 _SPIN_SECONDS = 0.001
 _KEPT_EVENTS = 400
+_NEVER = math.inf, -1
 
 
 class Killed(BaseException):
@@ -73,7 +75,8 @@ class Task:
         self.ident = 0
         self.thread: threading.Thread | None = None
         self.is_started = self.is_waiting = self.was_woken = self.is_done = False
-        self.waits = 0  # how often it has waited: which wait a timer is for
+        self.deadline: tuple[float, int] | None = None  # of its wait: when, and the timer's number
+        self.timer: tuple[float, int] = _NEVER  # of its timers, the one that comes first
         self.clock_reads = 0
         self.ended: list[Task] = []  # those that join it
 
@@ -107,7 +110,7 @@ class Scheduler:
         self.tasks: list[Task] = []
         self._ready: list[Task] = []
         self._living: dict[int, list[threading.Thread]] = {}
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Task | Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._over = _thread.allocate_lock()
         self._over.acquire()
@@ -234,19 +237,35 @@ class Scheduler:
         """Give the turn away until :meth:`wake`, or for so long; return whether it was woken."""
         task = self.me()
         task.is_waiting, task.was_woken = True, False
-        task.waits += 1
         task.clock_reads = 0
+        task.deadline = None
         if timeout_s is not None:
-            number = task.waits
-
-            def over() -> None:
-                if task.is_waiting and task.waits == number:
-                    task.is_waiting = False
-                    self.make_ready(task)
-
-            self.call_later(timeout_s, over)
+            task.deadline = self.now + max(0.0, timeout_s), next(self._numbers)
+            if task.deadline < task.timer:
+                self._set_timer(task)
         self._hand_over(task)
         return task.was_woken
+
+    def _set_timer(self, task: Task) -> None:
+        """Have a timer end a task's wait.
+
+        Most waits end before, and another one begins. So a task has one timer, which is set again when it
+        comes too early, and not one for each wait.
+        """
+        assert task.deadline is not None
+        task.timer = at, number = task.deadline
+        heapq.heappush(self._timers, (at, number, task))
+
+    def _come_to_deadline(self, task: Task, number: int) -> None:
+        if number != task.timer[1]:
+            return  # a timer that came sooner was set since
+        task.timer = _NEVER
+        if task.is_waiting and task.deadline is not None:
+            if task.deadline[1] == number:
+                task.is_waiting = False
+                self.make_ready(task)
+            else:
+                self._set_timer(task)
 
     def wake(self, task: Task) -> None:
         """Have a thread that waits go on."""
@@ -293,12 +312,15 @@ class Scheduler:
             if not self._timers:
                 self.fail("a deadlock: nothing will ever happen again\n" + self.stacks())
                 return None
-            at, _, action = heapq.heappop(self._timers)
+            at, number, action = heapq.heappop(self._timers)
             if at > self.limit_s:
                 self.fail(f"no end after {self.limit_s:g} s\n" + self.stacks())
                 return None
             self.now = at
-            action()
+            if isinstance(action, Task):
+                self._come_to_deadline(action, number)
+            else:
+                action()
             if self.is_ending:
                 return None
         ready = self._ready
