@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -42,10 +42,12 @@ from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.curve_bridge import _Transfer
 from torchestra.engine.multihost.record_publisher import RecordPublisher
+from torchestra.engine.recorder import callsites
 from torchestra.rpc import calls, departing, router, starting, termination
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.peer import Peer
+from torchestra.system.thread_frames import current_frames
 from torchestra.transport import event_loop, pair, source_port
 from torchestra.transport.pair import PairConnection
 from verification.simulation.endpoints import SimulatedSharedMemory
@@ -122,6 +124,12 @@ def _exchange_and_wake(self: ArenaRegisters, *arguments: Any) -> bool:
 
 def _start_no_publisher(self: RecordPublisher, name: str) -> None:
     """Let no thread wait, in a kernel, for readers outside of the job: a simulation has none."""
+
+
+def _frames_of_the_process() -> dict[int, FrameType]:
+    """Return the frames of the threads of one simulated process."""
+    run = active()
+    return current_frames() if run is None or run.is_ending else run.frames()
 
 
 _await_future = calls._await_future
@@ -207,6 +215,7 @@ def simulated() -> Iterator[None]:
             (ArenaRegisters, "_exchange", _exchange_and_wake),
             (RecordPublisher, "start", _start_no_publisher),
             (router, "p2p", SimulatedSharedMemory),
+            (callsites, "current_frames", _frames_of_the_process),
             (calls, "_await_future", _await_simulated),
             (termination, "_PAUSE_SECONDS", _POLLS[1]),
             (departing, "_PAUSE_SECONDS", _POLLS[1]),

@@ -55,6 +55,7 @@ class Process:
         self.has_crashed = self.is_stopped = False
         self.on_crash: list[Callable[[], None]] = []
         self.held: list[Task] = []
+        self.tasks: list[Task] = []
 
     def wall_clock(self, now: float) -> float:
         """Return the time of day on its machine."""
@@ -73,6 +74,7 @@ class Task:
         self.await_turn = self.turn.acquire
         self.await_turn()
         self.ident = 0
+        self.frame: FrameType | None = None  # while it is not its turn: where it is
         self.thread: threading.Thread | None = None
         self.is_started = self.is_waiting = self.was_woken = self.is_done = False
         self.deadline: tuple[float, int] | None = None  # of its wait: when, and the timer's number
@@ -177,6 +179,7 @@ class Scheduler:
         """Enter a thread, which is to call :meth:`run_task`."""
         task = Task(len(self.tasks), process, name)
         self.tasks.append(task)
+        process.tasks.append(task)
         return task
 
     def begin_task(self, task: Task) -> None:
@@ -302,7 +305,9 @@ class Scheduler:
         else:
             return
         if task is not None:
+            task.frame = sys._getframe()
             task.await_turn()
+            task.frame = None
             if self.is_ending:
                 raise Killed
 
@@ -366,6 +371,14 @@ class Scheduler:
         """Raise SimulationError if a promise was broken."""
         if self.failure is not None:
             raise SimulationError(self.failure)
+
+    def frames(self) -> dict[int, FrameType]:
+        """Return the frames of the present process's threads that wait, by identifier.
+
+        Those of all processes, as sys._current_frames() has them, take some milliseconds where there are
+        thousands of threads.
+        """
+        return {task.ident: task.frame for task in self.me().process.tasks if task.frame is not None}
 
     def stacks(self) -> str:
         """Return where the threads of all processes that live are."""

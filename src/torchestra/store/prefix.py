@@ -34,7 +34,7 @@ class PrefixStore(Store):
             raise InvalidArgumentError(f"PrefixStore needs a Store of torchestra to prefix, got {store!r}")
         self._prefix = prefix
         self._store = store
-        # A rank's stores have five prefixes, one in another: it asks the innermost store, and not each of them.
+        # A rank's stores have five prefixes, one in another: it asks the innermost store, not each of them.
         self._inner, self._start = store, f"{prefix}/"
         if type(store) is PrefixStore:  # a subclass may do something else
             self._inner, self._start = store._inner, store._start + self._start

@@ -10,8 +10,8 @@ uses the inbox. The transport's thread sleeps on the inbox's descriptor by way o
 other thread removes it meanwhile, so that a frame wakes only one of them. The other thread handles only its
 own message, and leaves any other frame in the inbox for the transport's thread.
 
-*Many peers.* What happens on a connection wakes the thread, which then looks at that one, and at all only once
-in a tick. If it looked at all at each event, the meeting of a job's ranks would cost the cube of their number.
+*Many peers.* What happens on a connection wakes the thread, which then looks at that one, and at all only
+once in a tick: to look at all at each event would cost the cube of a job's ranks while they meet.
 """
 
 from __future__ import annotations
