@@ -111,6 +111,7 @@ class Scheduler:
         self.turns = self.switches = 0
         self.tasks: list[Task] = []
         self._ready: list[Task] = []
+        self._on_host: dict[int, list[Task]] = {}
         self._living: dict[int, list[threading.Thread]] = {}
         self._timers: list[tuple[float, int, Task | Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -180,6 +181,7 @@ class Scheduler:
         task = Task(len(self.tasks), process, name)
         self.tasks.append(task)
         process.tasks.append(task)
+        self._on_host.setdefault(process.host, []).append(task)
         return task
 
     def begin_task(self, task: Task) -> None:
@@ -195,10 +197,9 @@ class Scheduler:
         if living is None:
             living = self._living[host] = [
                 task.thread
-                for task in self.tasks
+                for task in self._on_host[host]
                 if task.is_started
                 and task.thread is not None
-                and task.process.host == host
                 and not (task.is_done or task.process.has_crashed)
             ]
         return living
