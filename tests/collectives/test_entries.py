@@ -300,11 +300,16 @@ def test_a_persistent_operation_reaches_its_kernel_without_python() -> None:
 
 def keep_a_builtin() -> None:
     communicator: Any = dist.group.WORLD.communicator
-    kept, sends, receives = communicator.all_reduce, communicator.send, communicator.recv
-    kept(torch.ones(1), ReduceOp.SUM)
+    first, sends, receives = communicator.all_reduce, communicator.send, communicator.recv
+    first(torch.ones(1), ReduceOp.SUM)  # makes the entry
+    kept = communicator.all_reduce
+    first(torch.ones(1), ReduceOp.SUM)
+    assert communicator.all_reduce is kept is not first
     dist.destroy_process_group()
-    with pytest.raises(dist.GroupDestroyedError):
-        kept(torch.ones(1), ReduceOp.SUM)
+    for reduces in (first, kept):
+        with pytest.raises(dist.GroupDestroyedError):
+            reduces(torch.ones(1), ReduceOp.SUM)
+    assert "all_reduce" not in vars(communicator)
     for message in (sends, receives):
         with pytest.raises(dist.GroupDestroyedError):
             message(torch.ones(1), 0)

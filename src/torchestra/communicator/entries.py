@@ -94,6 +94,7 @@ SERVED = (
 """The entries of collectives."""
 MESSAGES = {"send": messages.send, "recv": messages.recv}
 """The entries of messages, by the communicator's method."""
+_SERVED = {served.method: served for served in SERVED}
 
 # By method: the definition that its builtins are made of, and refer to as long as they exist.
 _definitions: dict[str, MethodDefinition] = {}
@@ -112,7 +113,10 @@ _new_builtin = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_ob
 
 
 class Entries:
-    """The entries of a communicator; ``close()`` takes them out again."""
+    """The entries of a communicator; ``close()`` takes them out again.
+
+    An entry is made when it is first called: programs use few of them, and a group should be made soon.
+    """
 
     def __init__(self, communicator: CommunicatorState) -> None:
         self._communicator: CommunicatorState | None = None
@@ -123,10 +127,8 @@ class Entries:
             return
         self.access = access
         self._communicator = communicator
-        for served in SERVED:
-            vars(communicator)[served.method] = _builtin(communicator, served, access)
-        for method, kernel in MESSAGES.items():
-            vars(communicator)[method] = _message_builtin(communicator, method, kernel, access)
+        for method in (*_SERVED, *MESSAGES):
+            vars(communicator)[method] = EntryToMake(self, communicator, method)
 
     def close(self) -> None:
         """Have every call go the general way, also calls of builtins that the program has kept."""
@@ -134,8 +136,33 @@ class Entries:
         self.access = None
         if communicator is not None:
             communicator.queue.state.off = 1
-            for method in (*(served.method for served in SERVED), *MESSAGES):
+            for method in (*_SERVED, *MESSAGES):
                 vars(communicator).pop(method, None)
+
+
+class EntryToMake:
+    """Stand in the place of an entry until it is first called, and make it then."""
+
+    __slots__ = ("_communicator", "_entries", "_general", "_made", "_method")
+
+    def __init__(self, entries: Entries, communicator: CommunicatorState, method: str) -> None:
+        self._entries, self._communicator, self._method = entries, communicator, method
+        self._general = getattr(communicator, method)
+        self._made: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return (self._made or self._make())(*arguments, **named)
+
+    def _make(self) -> Callable[..., Any]:
+        entries, placed, method = self._entries, vars(self._communicator), self._method
+        if (access := entries.access) is None:  # closed, and the program has kept this
+            return self._general  # type: ignore[no-any-return]
+        self._made = made = _builtin(self._communicator, method, self._general, access)
+        if placed.get(method) is self:  # and not something that calls this, as of torchestra.testing
+            placed[method] = made
+            if entries.access is None:  # closed meanwhile
+                placed.pop(method, None)
+        return made
 
 
 _Kind = TypeVar("_Kind", bound=Entry)
@@ -239,11 +266,21 @@ def _make(method: str, kernel: Any, entry: Entry) -> Callable[..., Any]:
     return builtin
 
 
-def _message_builtin(
-    communicator: CommunicatorState, method: str, kernel: Any, access: TensorAccess
+def _builtin(
+    communicator: CommunicatorState, method: str, general: Callable[..., Any], access: TensorAccess
 ) -> Callable[..., Any]:
+    """Return the entry of a method; ``general`` is the method itself."""
+    entry = _entry(Entry, communicator, access, general=general)
+    if method in MESSAGES:
+        _serve_message(entry, communicator, method)
+        return _make(method, MESSAGES[method], entry)
+    served = _SERVED[method]
+    _serve_collective(entry, communicator, served)
+    return _make(method, served.entry, entry)
+
+
+def _serve_message(entry: Entry, communicator: CommunicatorState, method: str) -> None:
     engine = cast(Any, communicator.engine)
-    entry = _entry(Entry, communicator, access, general=getattr(communicator, method))
     mailbox, records = engine.mailbox, _message_records()
     finish = mailbox.finish_send if method == "send" else mailbox.finish_recv
 
@@ -256,7 +293,6 @@ def _message_builtin(
     entry.mailbox, entry.plans, entry.finish_call = mailbox.address, ctypes.addressof(records), finish_call
     entry.leave = leave
     vars(entry)["kept"] += [mailbox, records]
-    return _make(method, kernel, entry)
 
 
 @functools.cache
@@ -271,15 +307,13 @@ def _message_records() -> ctypes.Array[PlanRecord]:
     return (PlanRecord * (len(known) + 1))(*known)
 
 
-def _builtin(communicator: CommunicatorState, served: _Served, access: TensorAccess) -> Callable[..., Any]:
-    entry = _entry(Entry, communicator, access, general=getattr(communicator, served.method))
+def _serve_collective(entry: Entry, communicator: CommunicatorState, served: _Served) -> None:
     entry.finish_call = _finish_collective(communicator, served.kernel)
     # On an exception the engine, the flight record and the other ranks are told.
     entry.leave = cast(Any, communicator.engine).abandon_operation
     plans = _Plans(entry, communicator, served.row)
     entry.make_plan = plans.make_plan
     vars(entry)["kept"].append(plans)
-    return _make(served.method, served.entry, entry)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torchestra.engine.kernels.waiting import (
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import fetch_add, kernel, load, load_ordered, short_kernel, syscall
 
-SIZE, ASKED, FLAGS, ABORT = at.SIZE, at.ASKED, at.FLAGS, at.ABORT
+SIZE, WAITERS, FLAGS, ABORT = at.SIZE, at.WAITERS, at.FLAGS, at.ABORT
 RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
@@ -92,9 +92,9 @@ def wake(address):
 def wake_all(context):
     """Wake every rank that sleeps on any flag, so that it looks around."""
     for rank in range(load(context + SIZE)):
-        for number in range(FLAGS):
-            syscall(FUTEX, flag_line(context, rank, number), FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
-        syscall(FUTEX, control_of(context, rank) + ASKED, FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
+        if load_ordered(control_of(context, rank) + WAITERS) > 0:
+            for number in range(FLAGS):
+                syscall(FUTEX, flag_line(context, rank, number), FUTEX_WAKE, ALL_WAITERS, 0, 0, 0)
     return 0
 
 
