@@ -122,8 +122,8 @@ class ModelContext:
     name = "old"
     peers = program = None
 
-    def __init__(self, rank: int, registers: Any) -> None:
-        self.rank, self.registers = rank, registers
+    def __init__(self, rank: int, size: int, registers: Any) -> None:
+        self.rank, self.size, self.registers = rank, size, registers
         self.shrinking = SimpleNamespace(holder=None, take=self._take)
 
     def _take(self, claim: object) -> bool:
@@ -241,7 +241,7 @@ class ArenaAgreement:
             exclude = self.exclude[rank] if self.exclude else ()
 
             def shrink() -> Any:
-                context = ModelContext(rank, registers.ArenaRegisters(arena, rank))
+                context = ModelContext(rank, self.size, registers.ArenaRegisters(arena, rank))
                 new = shrinking.shrink(context, "new", exclude, timeout_s)
                 return (IN, new.context.key, new.survivors)
 

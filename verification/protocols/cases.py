@@ -84,7 +84,7 @@ PROTOCOL_MUTATIONS: list[Mutation] = [
     Mutation(_ARENA, "return previous == ballot.word", "return True", "shrink, a wrong belief"),
     Mutation(_ARENA, "return self._exchange(ballot, State.OPEN, ballot.epoch + 1, 0)",
              "return self._exchange(ballot, State.OPEN, ballot.epoch, 0)", "shrink, an interrupt"),
-    Mutation(_ARENA, "at.READY) == ballot.epoch)", "at.READY) != 0)", "shrink, an interrupt"),
+    Mutation(_ARENA, "if ready[rank] != ballot.epoch}", "if not ready[rank]}", "shrink, an interrupt"),
     Mutation(_ARENA, "if shared_words.compare_exchange(self._decision, word, word) == word:",
              "if shared_words.load_acquire(self._decision) == word:", "registers"),
     Mutation(_ARENA, "if (read := self._read) is not None and read.word == word:",

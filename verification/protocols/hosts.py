@@ -344,8 +344,7 @@ class _Patience:
 
 def _hierarchy(rank: int, size: int, store: ModelStore) -> Any:
     """Return what stands for a rank's view of the group: it is alone on its host."""
-    context = arena.ModelContext(rank, None)
-    context.size = 1  # type: ignore[attr-defined]
+    context = arena.ModelContext(rank, 1, None)
     context.gone = lambda: ()  # type: ignore[method-assign]
     context.to_group_ranks = lambda ranks: ()  # type: ignore[attr-defined]
     detector = SimpleNamespace(

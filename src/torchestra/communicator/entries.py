@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -143,11 +144,10 @@ class Entries:
 class EntryToMake:
     """Stand in the place of an entry until it is first called, and make it then."""
 
-    __slots__ = ("_communicator", "_entries", "_general", "_made", "_method")
+    __slots__ = ("_communicator", "_entries", "_made", "_method")
 
     def __init__(self, entries: Entries, communicator: CommunicatorState, method: str) -> None:
         self._entries, self._communicator, self._method = entries, communicator, method
-        self._general = getattr(communicator, method)
         self._made: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -155,9 +155,10 @@ class EntryToMake:
 
     def _make(self) -> Callable[..., Any]:
         entries, placed, method = self._entries, vars(self._communicator), self._method
+        general = MethodType(getattr(type(self._communicator), method), self._communicator)
         if (access := entries.access) is None:  # closed, and the program has kept this
-            return self._general  # type: ignore[no-any-return]
-        self._made = made = _builtin(self._communicator, method, self._general, access)
+            return general
+        self._made = made = _builtin(self._communicator, method, general, access)
         if placed.get(method) is self:  # and not something that calls this, as of torchestra.testing
             placed[method] = made
             if entries.access is None:  # closed meanwhile

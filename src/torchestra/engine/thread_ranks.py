@@ -14,9 +14,10 @@ import contextlib
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class ThreadRank:
         thread: the one that the rank's program runs in: while it lives the rank does.
         world, worker: the rank's registry of groups and its RPC worker, if any; of layers above this one.
         host: which host it pretends to be on; ranks with different ones share no memory. Empty: this one.
+        groups: the groups that it has made, as long as they exist.
     """
 
     rank: int
@@ -42,6 +44,7 @@ class ThreadRank:
     world: object
     host: str = ""
     worker: Any = None
+    groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 _here: ContextVar[ThreadRank | None] = ContextVar("torchestra_thread_rank", default=None)

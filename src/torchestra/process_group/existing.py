@@ -10,24 +10,26 @@ import threading
 import weakref
 from typing import Any
 
-from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank
+from torchestra.engine.thread_ranks import current_thread_rank
 
 _lock = threading.Lock()
-_made: list[tuple[weakref.ref[Any], weakref.ref[ThreadRank] | None]] = []
+_of_process: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of a rank that is a process; a rank that is a thread has its own."""
 
 
 def remember(group: Any) -> None:
     """Have a group of the calling rank found by its name, as long as it exists."""
-    here = current_thread_rank()
     with _lock:
-        _made[:] = [each for each in _made if each[0]() is not None]
-        _made.append((weakref.ref(group), None if here is None else weakref.ref(here)))
+        _of_caller().add(group)
 
 
 def existing_groups(name: str) -> list[Any]:
     """Return the groups of the calling rank that have a name, and that it has not left."""
-    here = current_thread_rank()
     with _lock:
-        mine = [group() for group, rank in _made if (None if rank is None else rank()) is here]
-    known = [group for group in mine if group is not None and not group.communicator.closed]
-    return [group for group in known if group.group_name == name]
+        mine = list(_of_caller())
+    return [group for group in mine if not group.communicator.closed and group.group_name == name]
+
+
+def _of_caller() -> weakref.WeakSet[Any]:
+    here = current_thread_rank()
+    return _of_process if here is None else here.groups

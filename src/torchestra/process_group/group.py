@@ -277,7 +277,7 @@ class ProcessGroup(
         new.generation = self.generation + 1
         if made.offer is None:
             new.member_ids = tuple(self.member_ids[rank] for rank in made.survivors)
-            new.lost_ranks = tuple(rank for rank in range(self.size()) if rank not in made.survivors)
+            new.lost_ranks = tuple(sorted(set(range(self.size())).difference(made.survivors)))
         if self.reconfiguration is not None:
             self.reconfiguration.keep(made.survivors)
             new.reconfiguration, new.when_reconfigured = self.reconfiguration, self.when_reconfigured

@@ -60,6 +60,8 @@ def choose_backend(backend: str | None) -> str:
         return launched_as
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
+    if backend in BACKENDS:
+        return backend
     named = {name for _, name in _by_device(backend) if name != _NCCL}
     own = {launched_as if name in OWN_NAMES else name for name in named}
     if instead := next((_INSTEAD[name] for name in sorted(named) if name in _INSTEAD), None):

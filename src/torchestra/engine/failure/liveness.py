@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import signal
 import struct
@@ -90,6 +91,16 @@ def pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+@functools.cache
+def own_process() -> tuple[int, int, int]:
+    """Return the number, the start and the PID namespace of this process, as the functions above do."""
+    pid = os.getpid()
+    return pid, process_start(pid), pid_namespace()
+
+
+os.register_at_fork(after_in_child=own_process.cache_clear)
 
 
 class _Handles:
@@ -261,11 +272,12 @@ class PeerThreads:
 
     def dead(self, now: bool = False) -> tuple[int, ...]:
         living = _living.get(now)
-        return tuple(
+        ended = [  # of a copy, which is made in one step: others fill the table
             rank
-            for rank, thread in sorted(self._threads.items())
-            if rank != self._own and thread not in living and not thread.is_alive()
-        )
+            for rank, thread in list(self._threads.items())
+            if thread not in living and rank != self._own and not thread.is_alive()
+        ]
+        return tuple(sorted(ended))
 
     def thread(self, rank: int) -> threading.Thread | None:
         return self._threads.get(rank)

@@ -123,12 +123,17 @@ def spin_policy(ranks_here: int) -> SpinPolicy:
     Spinning is of use only while every rank has a core of its own, and is kept short (some 3 µs) even then:
     where the system has put two ranks on one core, nothing happens until the spinning one yields. A yield
     with nobody else to run costs 0.3 µs, so little is lost.
+    """
+    return SpinPolicy(100 if ranks_here <= cores_in_affinity() else 0, 1000, poll_interval(ranks_here))
+
+
+def poll_interval(ranks_here: int) -> float:
+    """Return how long, in seconds, a rank sleeps that waits for others, before it looks whether they live.
 
     The pause of survivors at a death begins with the rest of a poll interval; but each look at the others
     costs some 10 µs for each of them.
     """
-    poll_interval_s = min(max(0.02, 0.0025 * ranks_here), 0.05)
-    return SpinPolicy(100 if ranks_here <= cores_in_affinity() else 0, 1000, poll_interval_s)
+    return min(max(0.02, 0.0025 * ranks_here), 0.05)
 
 
 def spare_cores(ranks_here: int) -> int:

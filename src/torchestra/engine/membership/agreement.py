@@ -168,12 +168,13 @@ class PollInterval(NamedTuple):
 
     Attributes:
         first, longest: at first, and in the end.
-        is_woken: every step of another rank wakes those that wait. So they need not look for one.
+        asleep: that of a rank that waits for another one's step, where every step wakes it: it looks for a
+            death only. None where no step does.
     """
 
     first: float
     longest: float
-    is_woken: bool = False
+    asleep: float | None = None
 
 
 class MembershipAgreement:
@@ -223,7 +224,7 @@ class MembershipAgreement:
             RankExcludedError: the others go on without this rank.
             CollectiveTimeoutError: a rank lives but has not come; it is named.
         """
-        first, longest, is_woken = self._interval
+        first, longest, asleep = self._interval
         pause, unstepped_s = first, 0.0
         try:
             self._registers.exclude(exclude)
@@ -232,14 +233,14 @@ class MembershipAgreement:
             while (ballot := self._registers.ballot()).state is not State.COMMITTED:
                 # Where another rank takes the next step, this one looks at the ballot only, most of the time:
                 # if all looked at all, agreement would cost the square of their number.
-                if ballot.word != seen or self._next_by == self._rank or unstepped_s >= longest:
+                if ballot.word != seen or self._next_by == self._rank or unstepped_s >= (asleep or longest):
                     unstepped_s = 0.0
                     if self._step(ballot):
                         pause = first
                         continue
                 if ballot.word != seen:  # what follows a step of another is often soon possible
                     seen, pause = ballot.word, first
-                seconds = longest if is_woken and self._next_by != self._rank else pause
+                seconds = pause if asleep is None or self._next_by == self._rank else asleep
                 self._epoch_entry.wait(seconds)
                 unstepped_s += seconds
                 pause = min(pause * _GROWTH, longest)

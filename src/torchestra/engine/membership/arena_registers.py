@@ -15,10 +15,10 @@ the same when they have slept for as long as they meant to.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
@@ -43,7 +43,7 @@ class ArenaRegisters(Registers):
         self._proposal_bytes = layout.proposal_bytes
         self._read: Ballot | None = None
         self._seen = 0
-        self._limit = np.zeros(2, dtype=np.int64)  # a struct timespec
+        self._limit = array("q", [0, 0])  # a struct timespec
 
     def ballot(self) -> Ballot:
         while True:
@@ -81,18 +81,17 @@ class ArenaRegisters(Registers):
             shared_words.compare_exchange(self._word(rank, at.EXCLUDED), 0, self.rank + 1)
 
     def candidates(self) -> set[int]:
-        return set(np.flatnonzero(self._words(at.CANDIDATE)).tolist())
+        return {rank for rank, word in enumerate(self._words(at.CANDIDATE)) if word}
 
     def growing(self) -> set[int]:
-        return set(np.flatnonzero(self._words(at.CANDIDATE) == at.GROWS).tolist())
+        return {rank for rank, word in enumerate(self._words(at.CANDIDATE)) if word == at.GROWS}
 
     def excluded(self) -> dict[int, int]:
-        excluders = self._words(at.EXCLUDED)
-        return {rank: int(excluders[rank]) - 1 for rank in np.flatnonzero(excluders).tolist()}
+        return {rank: word - 1 for rank, word in enumerate(self._words(at.EXCLUDED)) if word}
 
     def unacknowledged(self, ballot: Ballot) -> set[int]:
-        ready = np.flatnonzero(self._words(at.READY) == ballot.epoch)
-        return set(ballot.survivors).difference(ready.tolist())
+        ready = self._words(at.READY)
+        return {rank for rank in ballot.survivors if ready[rank] != ballot.epoch}
 
     def propose(self, ballot: Ballot, survivors: Iterable[int], key: bytes) -> bool:
         assert ballot.state is State.OPEN
@@ -115,8 +114,8 @@ class ArenaRegisters(Registers):
 
     def sleep(self, seconds: float) -> None:
         """Sleep until a step is taken from the ballot that was read last, or for so long."""
-        self._limit[:] = divmod(int(seconds * 1e9), 1_000_000_000)
-        shared_words.sleep_while_for(self._decision, self._seen, self._limit.ctypes.data)
+        self._limit[0], self._limit[1] = divmod(int(seconds * 1e9), 1_000_000_000)
+        shared_words.sleep_while_for(self._decision, self._seen, self._limit.buffer_info()[0])
 
     def _exchange(self, ballot: Ballot, state: State, epoch: int, proposer: int) -> bool:
         desired = (((epoch - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
@@ -131,10 +130,10 @@ class ArenaRegisters(Registers):
     def _word(self, rank: int, offset: int) -> int:
         return self._arena.address + self._block(rank) + offset
 
-    def _words(self, offset: int) -> NDArray[np.int64]:
+    def _words(self, offset: int) -> array[int]:
         """Return a word of every rank."""
-        words = np.empty(self.size, dtype=np.int64)
-        shared_words.load_each(self._word(0, offset), self._stride, self.size, words.ctypes.data)
+        words = array("q", bytes(8 * self.size))
+        shared_words.load_each(self._word(0, offset), self._stride, self.size, words.buffer_info()[0])
         return words
 
     def _proposal_at(self, rank: int, epoch: int) -> int:

@@ -13,7 +13,6 @@ it together and the group stays usable.
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from torchestra.engine import operations
 from torchestra.engine.diagnosis.last_seen import end_last_seen
 from torchestra.engine.failure.abort import read_abort_text, write_abort_text
 from torchestra.engine.failure.hang_report import HostReport, hang_report, host_report, name_missing
-from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, pid_namespace, process_start
+from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, own_process
 from torchestra.engine.failure.mismatches import (
     call_of,
     differing_thresholds,
@@ -334,7 +333,8 @@ class RankContext:
         return self.arena.load_word(self.arena.control(rank) + at.STATE) == at.LEFT
 
     def _left(self) -> list[int]:
-        return [rank for rank, state in enumerate(self.arena.states()) if state == at.LEFT]
+        left = at.LEFT
+        return [rank for rank, state in enumerate(self.arena.states()) if state == left]
 
     def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
         """Return a rank that is gone and that the wait cannot end without, or None."""
@@ -353,6 +353,8 @@ class RankContext:
 
     def abort_to_shrink(self) -> None:
         """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
+        if self.is_aborted:
+            return
         if dead := self._dead(now=True):
             died = self.to_group_ranks(dead)
             self.abort(f"{named(died)} died; rank {self.group_rank} saw it in shrink()", failed=died)
@@ -426,10 +428,8 @@ class RankContext:
     def announce(self) -> None:
         """Enter this rank into the arena: its identity, and that it is present."""
         self.arena.hold(self.rank)
-        pid = os.getpid()
-        self.arena.store_word(self._control + at.PROCESS, pid)
-        self.arena.store_word(self._control + at.STARTED, process_start(pid))
-        self.arena.store_word(self._control + at.PID_NAMESPACE, pid_namespace())
+        for word, value in zip((at.PROCESS, at.STARTED, at.PID_NAMESPACE), own_process(), strict=True):
+            self.arena.store_word(self._control + word, value)
         publish_token(self.arena, self.rank, self._words)
         self.arena.store_word_of_each(at.GROUP_RANK, self.group_ranks)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)
@@ -454,8 +454,7 @@ class RankContext:
             return
         end_last_seen(self)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.LEFT)
-        dead = self._dead()
-        if not self.is_aborted and all(rank in dead or self.has_left(rank) for rank in range(self.size)):
+        if not self.is_aborted and len({*self._dead(), *self._left()}) == self.size:
             dump_flight_record(self.arena)  # the last to leave
         shared_words.increment_and_wake(self.arena.address + self._control + at.ASKED)  # ends the watcher
         shared_words.wake_all(self.address)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from torchestra.engine.failure.liveness import PeerThreads
-from torchestra.engine.kernels.selection import spin_policy
+from torchestra.engine.kernels.selection import poll_interval, spin_policy
 from torchestra.engine.membership.admission import is_offer
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, PollInterval
 from torchestra.engine.membership.arena_transfer import (
@@ -29,7 +29,7 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store import Store
 from torchestra.system.deadline import Deadline
 
-_INTERVAL = PollInterval(0.0005, 0.02, is_woken=True)
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
 T = TypeVar("T")
 
 
@@ -78,7 +78,7 @@ def shrink(
         growing or epoch_entry,
         context.name,
         deadline,
-        _INTERVAL,
+        PollInterval(_FIRST_LOOK_S, _LAST_LOOK_S, poll_interval(context.size)),
         context.describe,
         lambda late: context.host_report(late).lines,
         grows=growing is not None,
