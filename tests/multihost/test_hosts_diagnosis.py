@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 from simulated import on_threads
 
 import torchestra as dist
-from torchestra.errors import CollectiveTimeoutError
+from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
 from worlds import set_timeout
 
 SOON = 30.0
@@ -56,3 +57,32 @@ def both_receive() -> str:
 def test_ranks_of_two_hosts_that_both_receive_first() -> None:
     told, _ = on_threads((1, 1), both_receive)
     assert "\ndiagnosis: swapped send and recv: rank " in told
+
+
+def a_leader_keeps_what_it_has_to_send(given_up: threading.Event) -> tuple[str, tuple[int, ...]]:
+    dist.barrier()
+    rank = dist.get_rank()
+    set_timeout(0.3 if rank == 1 else SOON)
+    bridge = dist.group.WORLD.communicator.engine.hierarchy.bridge
+    if rank == 2:
+        exchange = bridge.exchange
+
+        def exchange_late(*arguments: Any) -> Any:
+            assert given_up.wait(SOON)
+            return exchange(*arguments)
+
+        bridge.exchange = exchange_late
+    with pytest.raises((CollectiveTimeoutError, GroupAbortedError)) as caught:
+        dist.all_to_all_single(torch.empty(4), torch.ones(4))
+    if rank == 1:
+        given_up.set()
+        assert isinstance(caught.value, CollectiveTimeoutError)
+        return str(caught.value), caught.value.missing
+    return "", ()
+
+
+def test_a_rank_that_waits_for_the_data_of_another_host_is_not_the_culprit() -> None:
+    """The other ranks of its host, whose time is over, wait for it: they name whom it waits for."""
+    _, (told, missing), *_ = on_threads((2, 2), a_leader_keeps_what_it_has_to_send, threading.Event())
+    assert missing == (2,)
+    assert ": rank 2 on host h1 had not arrived" in told.splitlines()[0]

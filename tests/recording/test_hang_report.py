@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import torchestra as dist
+from torchestra.engine.diagnosis.facts import RankFacts
+from torchestra.engine.failure.hang_report import HostReport, late_elsewhere
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, RankFailedError
 from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, results, set_timeout
 
@@ -186,3 +188,12 @@ def test_a_rank_that_hangs_in_a_receive_is_told_of(kind: str) -> None:
     assert re.fullmatch(
         r"has called nothing yet, and is in recv\(float32, from rank 0, 8 bytes, tag 5\) for \d+\.\d s", doing
     )
+
+
+def test_where_none_is_known_to_be_late_silent_hosts_are() -> None:
+    """A host that does not answer may be slow; it is named only where there is nobody else to wait for."""
+    here, silent = RankFacts(1, "h1"), RankFacts(2, "h2", presence="silent")
+    reports = [HostReport(facts=(RankFacts(0, "h1"), here)), HostReport(facts=(silent,))]
+    assert late_elsewhere(reports) == (["other hosts"], (2,))
+    assert late_elsewhere([reports[0]._replace(missing=(1,)), reports[1]]) == (["rank 1 on host h1"], (1,))
+    assert late_elsewhere(reports[:1]) == ([], ())

@@ -35,14 +35,17 @@ def host_report(
     return HostReport((f"\nhost {view.host}:" if view.host else "") + "".join(lines), tuple(facts))
 
 
-def name_missing(elsewhere: Iterable[HostReport]) -> list[str]:
-    """Name the missing ranks of other hosts."""
-    return [
-        f"rank {each.rank} on host {each.host}"
-        for host in elsewhere
-        for each in host.facts
-        if each.rank in host.missing
-    ]
+def late_elsewhere(elsewhere: Sequence[HostReport]) -> tuple[list[str], tuple[int, ...]]:
+    """Return the names and numbers of ranks of other hosts that have not come to an operation.
+
+    Where no rank is known to be missing, they are the ranks of the hosts that do not answer.
+    """
+    if late := [each for host in elsewhere for each in host.facts if each.rank in host.missing]:
+        names = [f"rank {each.rank} on host {each.host}" for each in late]
+    else:
+        late = [each for host in elsewhere for each in host.facts if each.presence == "silent"]
+        names = ["other hosts"] if late else []
+    return names, tuple(each.rank for each in late)
 
 
 def hang_report(reports: Sequence[HostReport], waiting: int) -> str:

@@ -24,7 +24,7 @@ from torchestra.engine import layout as at
 from torchestra.engine import operations
 from torchestra.engine.diagnosis.last_seen import end_last_seen
 from torchestra.engine.failure.abort import read_abort_text, write_abort_text
-from torchestra.engine.failure.hang_report import HostReport, hang_report, host_report, name_missing
+from torchestra.engine.failure.hang_report import HostReport, hang_report, host_report, late_elsewhere
 from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, own_process
 from torchestra.engine.failure.mismatches import (
     call_of,
@@ -285,13 +285,14 @@ class RankContext:
         if self.host and not late and self._await_abort():
             return self.aborted()  # the rank that waits for other hosts has asked them
         here, elsewhere = self.to_group_ranks(late), self.ask_elsewhere()
-        names = ([named(here) + self._here()] if here else []) + name_missing(elsewhere)
+        names, missing = late_elsewhere(elsewhere)
+        if here:
+            names, missing = [named(here) + self._here(), *names], here + missing
         who = f"{', '.join(names)} had not arrived" if names else "all ranks had arrived"
         message = (
             f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
             f" {self.group_rank}: {who} (the timeout is {deadline.timeout_s:g} s)."
         )
-        missing = here + tuple(rank for host in elsewhere for rank in host.missing)
         self.abort(message, explain=partial(self.report, range(self.size), site, elsewhere))
         # The same lines on every rank, though several may have come to the end of their time at once.
         return CollectiveTimeoutError(message + read_abort_text(self.arena)["report"], missing)

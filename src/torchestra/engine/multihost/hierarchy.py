@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from torchestra.engine import operations
+from torchestra.engine.failure.hang_report import late_elsewhere
 from torchestra.engine.failure.mismatches import mismatch_text
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.local import LocalEngine, LocalPlan
@@ -194,10 +195,14 @@ class Hierarchy:
     def wait(self, pending: Pending, call: Call) -> None:
         """Wait for the end of an operation of the bridge.
 
+        The rank's record says meanwhile that it waits for other hosts: ranks of this host whose time is over
+        then do not take this one for late.
+
         Raises:
             GroupAbortedError, RankFailedError, CollectiveTimeoutError: as from :meth:`RankContext.check`.
         """
         suspects = _Suspects()
+        since = recorder.begin_wait(self.context.address, -1)
         try:
             while not pending.wait(_POLL_SECONDS):
                 self._check_local(call, suspects)
@@ -209,6 +214,8 @@ class Hierarchy:
         except BridgeError as error:
             failure = error
             failure.__traceback__ = None  # this frame, which refers to the error, and to tensors
+        finally:
+            recorder.end_wait_elsewhere(self.context.address, since)
         # Not in the handler: the error that a rank died does not chain the bridge's.
         self._explain(failure, call)
 
@@ -241,9 +248,9 @@ class Hierarchy:
     def _time_out(self, call: Call, waited: float) -> None:
         """End an operation for which other hosts have not come."""
         elsewhere = self.detector.ask_where_they_are()
-        missing = tuple(rank for host in elsewhere for rank in host.missing)
+        names, missing = late_elsewhere(elsewhere)
         report = self.context.report(range(self.context.size), call.site, elsewhere)
-        late = ", ".join(map(self.hosts.describe, missing)) or "other hosts"
+        late = ", ".join(names) or "other hosts"
         message = (
             f"{call} of group {self.name!r} timed out after {waited:.1f} s on"
             f" {self.hosts.describe(self.rank)}: {late} had not arrived (the timeout is"
@@ -401,11 +408,7 @@ class Hierarchy:
 
     def _await_headers(self, headers: _HeaderExchange, call: Call) -> tuple[torch.Tensor, bool]:
         """Wait for headers; return what came with them, and whether any of them differs."""
-        since = recorder.begin_wait(self.context.address, -1)
-        try:
-            self.wait(headers.pending, call)
-        finally:
-            recorder.end_wait_elsewhere(self.context.address, since)
+        self.wait(headers.pending, call)
         heads = headers.received[:, :_HEADER_BYTES].contiguous().view(torch.int64)
         same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
         return headers.received[:, _HEADER_BYTES:], not same
