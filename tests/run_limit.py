@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
@@ -71,6 +72,36 @@ def _note(text: str) -> None:
         content = text.encode()
         os.pwrite(_record, b"    0\n" + content, 0)
         os.pwrite(_record, f"{len(content):5}\n".encode(), 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[object]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let pytest format the error of a time limit that came at an instruction without a line.
+
+    Python 3.11 gives its entry in the traceback the line None, of which pytest's formatting dies, and with
+    it the whole run.
+    """
+    if call.excinfo is not None:
+        error: BaseException | None = call.excinfo.value
+        while error is not None:
+            error.__traceback__ = _with_lines(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
+    return (yield)
+
+
+def _with_lines(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback with the first line of its function for each entry that has none."""
+    entries = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    for each in reversed(entries):
+        line = each.tb_lineno or each.tb_frame.f_code.co_firstlineno
+        traceback = TracebackType(traceback, each.tb_frame, each.tb_lasti, line)
+    return traceback
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -23,6 +23,24 @@ def test_another():
     pass
 """
 
+NO_LINE = """
+def fails():
+    raise ValueError("of a line that nobody knows")
+
+EIGHT_WITHOUT = bytes([0x80 | 15 << 3 | 7])  # instructions: see CPython's Objects/locations.md
+table = EIGHT_WITHOUT * -(-len(fails.__code__.co_code) // 16)
+fails.__code__ = fails.__code__.replace(co_linetable=table)
+
+def test_fails():
+    try:
+        fails()
+    finally:
+        assert False, "with its context"
+
+def test_another():
+    pass
+"""
+
 LEAVING = """
 import signal, subprocess
 
@@ -55,6 +73,15 @@ def run_pytest(folder: Path, source: str, limits: str) -> tuple[int, str]:
         check=False,
     )
     return ran.returncode, ran.stdout
+
+
+def test_an_error_at_no_line_fails_its_test_alone(tmp_path: Path) -> None:
+    """As a time limit's is that comes at an instruction which belongs to no line."""
+    code, printed = run_pytest(tmp_path, NO_LINE, "60,60,5")
+    assert code == pytest.ExitCode.TESTS_FAILED, printed
+    assert "of a line that nobody knows" in printed
+    assert "1 failed, 1 passed" in printed
+    assert "INTERNALERROR" not in printed
 
 
 def test_a_test_that_no_time_out_reaches_is_ended_with_its_stacks(tmp_path: Path) -> None:
