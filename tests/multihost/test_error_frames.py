@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from simulated import on_threads
 
 import torchestra as dist
 from torchestra.engine.multihost.bridge import BridgeError
+from torchestra.engine.multihost.gloo_bridge import _Transfer
+from torchestra.engine.multihost.gloo_works import WorksWaiter
 from torchestra.errors import DistBackendError
 from torchestra.system.deadline import Deadline
 from worlds import OP_SECONDS, run
@@ -63,3 +66,28 @@ def test_an_error_over_hosts_keeps_no_tensor(cause: str) -> None:
 
 def test_an_error_within_a_host_keeps_no_tensor() -> None:
     assert run("threads", 2, call_in_vain, "time-out", threading.Event()) == [False, False]
+
+
+def begin_in_vain() -> tuple[_Transfer, weakref.ref[torch.Tensor]]:
+    """Begin a transfer, which Gloo refuses; return it, and a tensor of this frame."""
+    tensor = torch.ones(1000)
+
+    def begin() -> list[Any]:
+        raise RuntimeError("Gloo refuses this")
+
+    transfer = _Transfer(begin, timedelta(seconds=SECONDS))
+    transfer.begin()
+    transfer.run(WorksWaiter())
+    return transfer, weakref.ref(tensor)
+
+
+def test_a_transfer_over_gloo_that_does_not_begin_keeps_no_tensor() -> None:
+    """Frames refer to outputs of modules; and these, by hooks in C++, to the group and so to the transfer."""
+    gc.disable()
+    try:
+        transfer, kept = begin_in_vain()
+        assert kept() is None
+        with pytest.raises(BridgeError, match="Gloo refuses this"):
+            transfer.wait(SECONDS)
+    finally:
+        gc.enable()

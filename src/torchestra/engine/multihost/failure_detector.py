@@ -339,7 +339,7 @@ class FailureDetector:
 
     def _next_task(self) -> Callable[[], None] | None:
         with self._lock:
-            if self._tasks:
+            if self._tasks and not self.has_left:
                 return self._tasks.popleft()
             self._worker = None
             return None

@@ -35,6 +35,7 @@ from torchestra.engine.multihost.bridge import Bridge, BridgeError, PeerTensors
 from torchestra.engine.multihost.gloo_store import store_for_gloo
 from torchestra.engine.multihost.gloo_works import WorksWaiter
 from torchestra.store import Store
+from torchestra.system.kept_errors import without_frames
 from torchestra.system.limits import start_thread
 from torchestra.transport.addresses import own_address
 
@@ -66,7 +67,7 @@ class _Transfer:
         self._works: Sequence[Any] = ()
         self._timeout = timeout
         self._tensors = tensors
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._under_way = threading.Lock()
         self._under_way.acquire()
 
@@ -76,12 +77,12 @@ class _Transfer:
         try:
             self._works = self._begin()
         except Exception as error:
-            self._error = error
+            self.fail(error)
         self._begin = None
 
-    def fail(self, error: Exception) -> None:
-        """Make it end with an error."""
-        self._error = error
+    def fail(self, error: BaseException) -> None:
+        """Make it end with an error, unless it has one."""
+        self._error = self._error or without_frames(error)  # these refer to tensors, as the program to this
 
     def run(self, waiter: WorksWaiter) -> None:
         """Complete it, on the bridge's thread."""
@@ -91,7 +92,7 @@ class _Transfer:
             for _ in waiter.wait(self._works, self._timeout):
                 self._ended += 1
         except Exception as error:
-            self._error = self._error or error
+            self.fail(error)
         self._works, self._tensors = (), ()
         self._under_way.release()
 
@@ -132,7 +133,7 @@ class _Ends:
         self.is_closed = self.is_open = False
         self.lock = threading.Lock()
         self.queued: list[_Transfer] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.group: Any = None
         self.store: Any = None
 
@@ -141,7 +142,7 @@ class _Ends:
         try:
             self._meet(store, timeout_s)
         except Exception as error:
-            self.error = error
+            self.error = without_frames(error)
         with self.lock:
             if self.is_closed and self.error is None:
                 self.error = BridgeError("this end is closed")
@@ -259,7 +260,7 @@ def _serve(transfers: queue.SimpleQueue[_Transfer | None], waiter: WorksWaiter) 
         del transfer
 
 
-def _failure(error: Exception) -> BridgeError:
+def _failure(error: BaseException) -> BridgeError:
     return BridgeError(f"Gloo: {str(error).splitlines()[0]}")
 
 
