@@ -146,7 +146,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Ballast(network(), settings.model_mb) if settings.model_mb else network()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    padding = torch.zeros(int(settings.state_mb * 1e6 / 4))
+    # As a state is that a program has made: in memory, and not one page of zeros in place of all.
+    padding = torch.zeros(int(settings.state_mb * 1e6 / 4)).fill_(1.0)
     dist.init_process_group()  # last: from now on the others wait for a rank that joins
     if settings.optimizer == "zero":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchestra.engine.membership.admission import Admission, JoinRequest, Offer, Terms, is_offer
+from torchestra.engine.membership.admission import (
+    Admission,
+    JoinRequest,
+    Offer,
+    Terms,
+    is_offer,
+    offer_key,
+)
 from torchestra.engine.membership.arena_transfer import make_offer
+from torchestra.engine.membership.joiner_detector import JoinerDetector, heartbeat_interval
 from torchestra.store import HashStore
+from torchestra.store.process import ProcessIdentity
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,10 +72,59 @@ def test_keys_of_earlier_offers_and_of_requests_that_are_used_up_are_removed() -
         admission.write(offer)
         admission.invite(offer, 1)
         admission.write_verdict(offer.key, b"committed")
+        admission.remove_offers(generation)
         admission.forget(request)
     key = offer.key.hex()
     assert sorted(store.list_keys()) == sorted(["waiting", "offers", f"offer/{key}", f"verdict/{key}"])
     assert store.get("offers").decode() == f"3 {key}\n"
+
+
+def test_ranks_share_a_host_for_certain_only_if_all_say_the_same_and_can_be_seen() -> None:
+    terms = Terms("g~1", 1, "", 1.0, "native", None, (0, 1))
+    hosts = ("boot/net", "boot/net", "boot/another")
+    here, another, elsewhere = (JoinRequest.new(None, "native", host) for host in hosts)
+    unseen = here._replace(process=ProcessIdentity("h", 1, 1, "another"))
+    for requests, host, certain in (
+        ([here, another], "boot/net", True),
+        ([here, elsewhere], "boot/net", False),
+        ([another, unseen], "boot/net", False),
+        ([JoinRequest.new(None, "native")], "", False),
+    ):
+        offer = Offer.of(terms, [0, 1], requests, host)
+        assert offer.one_host is certain
+        assert Offer.decode(offer.encode().encode()) == offer
+        assert all(offer.processes[each.number] == each.process for each in requests)
+
+
+def test_a_verdict_is_waited_for_and_looking_for_it_leaves_no_key() -> None:
+    store = HashStore()
+    admission, key = Admission(store, 5.0), offer_key()
+    assert admission.verdict(key) == admission.verdict(key, 0.01) == b""
+    assert store.list_keys() == []
+    writer = threading.Timer(0.05, lambda: Admission(store, 5.0).write_verdict(key, b"committed"))
+    writer.start()
+    assert admission.verdict(key, 30.0) == b"committed"
+    writer.join()
+    assert admission.verdict(key) == b"committed"
+
+
+def test_of_a_joiner_that_can_be_seen_heartbeats_are_read_only_now_and_then() -> None:
+    store, bound_s = HashStore(), 0.8
+    admission = Admission(store, bound_s)
+    request, used_up = JoinRequest.new(None, "native"), JoinRequest.new(None, "native")
+    admission.ask(request)
+    admission.ask(used_up)
+    detector = JoinerDetector(admission, [used_up.number])
+    store.delete_key(f"heartbeat/{request.number}")
+    began = time.monotonic()
+    assert detector.waiting() == detector.waiting() == [request]
+    if time.monotonic() - began < heartbeat_interval(bound_s) / 2:
+        assert not store.check([f"heartbeat/{request.number}"])  # reading what is not there would make it
+    while detector.waiting():  # it lives, but says so no more
+        assert time.monotonic() < began + 30
+        time.sleep(0.01)
+    assert time.monotonic() - began > bound_s
+    assert detector.lost({request.number: request.process})
 
 
 def test_many_may_change_the_list_of_those_that_wait_at_once() -> None:

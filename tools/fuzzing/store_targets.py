@@ -220,7 +220,7 @@ def _read_records(data: bytes) -> None:
 
 
 def _membership() -> Iterator[Target]:
-    request = JoinRequest("0123456789abcdef", 2, "native", ProcessIdentity.current())
+    request = JoinRequest("0123456789abcdef", 2, "native", "boot/net:[1]", ProcessIdentity.current())
     terms = Terms("g", 3, "", 30.0, "native", None, (0, 1, 2))
     offer = Offer.of(terms, [0, 2], [request])
     lines = request.encode().encode()
@@ -229,7 +229,7 @@ def _membership() -> Iterator[Target]:
     invitations = (b"3 1 8fff\n", b"3 1 8fff\n3 2 80ab\n", b"refused because\n")
     yield Target("admission: invitations", invitations, _read_invitations(request), (DistBackendError,))
     offers = (b"1 8fff\n2 80ab\n", b"9 8fff\n")
-    yield Target("admission: offers", offers, _write_offer(offer), (DistBackendError,))
+    yield Target("admission: offers", offers, _remove_offers, (DistBackendError,))
     verdicts = (b'["late", [1, 2], "rank 1 did not come"]', b"enter")
     yield Target("reconfigure: verdict", verdicts, lambda data: read_verdict(data, 3), (DistStoreError,))
     handle = f"torchestra-rank-1;00ff;unix:@torchestra-rank-00ff;0;{_ME}"
@@ -261,8 +261,8 @@ def _read_invitations(request: JoinRequest) -> Any:
     return lambda data: _admission(f"invited/{request.number}", data).invitation(request)
 
 
-def _write_offer(offer: Offer) -> Any:
-    return lambda data: _admission("offers", data).write(offer)
+def _remove_offers(data: bytes) -> None:
+    _admission("offers", data).remove_offers(3)
 
 
 def _read_handle(data: bytes) -> None:

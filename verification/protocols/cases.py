@@ -123,9 +123,10 @@ PROTOCOL_MUTATIONS: list[Mutation] = [
     Mutation(_GROWING, "            admission.invite(offer, ballot.epoch)\n", "            pass\n", "grow"),
     Mutation(_GROWING, "        if self._growth.detector.lost(self._joiners):\n            return None\n", "",
              "grow, a rank crashes"),
-    Mutation(_GROWING, "self._growth.admission.write_verdict(ballot.key, COMMITTED)", "pass", "grow"),
-    Mutation("membership.joiner", "if verdict == COMMITTED and self._entry.has_entered():",
-             "if self._entry.has_entered():", "grow, an interrupt"),
+    Mutation(_GROWING, "                admission.write_verdict(ballot.key, COMMITTED)\n",
+             "                pass\n", "grow"),
+    Mutation("membership.joiner", "if verdict == COMMITTED and entry.has_entered():",
+             "if entry.has_entered():", "grow, an interrupt"),
     Mutation(_ADMISSION, "newest = found if newest is None else max(newest, found)",
              "newest = newest or found", "grow, an interrupt"),
 ]  # fmt: skip

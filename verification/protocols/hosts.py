@@ -7,7 +7,7 @@ meets (all whom it names must come, and none give it up), and for who knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +141,8 @@ class _Resumption:
         growing: Any = None
         if plain is not entry:
             offer = None if entry._offer is None else entry._offer.key
-            growing = (offer, ModelEntry.kept(entry._entry), tuple(sorted(entry._joiners)))
+            own = None if entry._own is None else entry._own.key
+            growing = (offer, ModelEntry.kept(entry._entry), tuple(sorted(entry._joiners)), own)
         return (
             agreement._epoch,
             agreement._ready,
@@ -163,9 +164,10 @@ class _Resumption:
         registers._reported, registers._accused = set(kept[4]), set(kept[5])
         plain._entry, plain._failures = ModelEntry.restored(kept[6]), kept[7]
         if kept[8] is not None:
-            key, meeting, joiners = kept[8]
+            key, meeting, joiners, own = kept[8]
             # An offer is written once, so it is read again without an operation.
             entry._offer = None if key is None else _offer_of(entry, key)
+            entry._own = None if own is None else _offer_of(entry, own)
             entry._entry = ModelEntry.restored(meeting)
             entry._joiners = dict.fromkeys(joiners)
 
@@ -292,7 +294,7 @@ def _join(made: Any, rank: int) -> Any:
     """Ask to be let in, as rank ``rank``."""
     joiner_module, admission = made["membership.joiner"], made["membership.admission"]
     view = admission.Admission(PrefixStore("admission", ModelStore(made=_MADE)), 1.0)
-    request = admission.JoinRequest(f"j{rank}", None, "native", ProcessIdentity("host", rank, 0, ""))
+    request = admission.JoinRequest(f"j{rank}", None, "native", "", ProcessIdentity("host", rank, 0, ""))
     joiner = joiner_module.Joiner(view, request, _Patience(), _enter_offer, _cancel)
     if (kept := resumed()) is not None:
         followed, key, meeting = kept
@@ -407,11 +409,24 @@ SERVICES: dict[str, Any] = {
     "looks whether there is hope": _hope,
 }
 CHOICES: dict[str, Any] = {**arena.CHOICES, **stores.CHOICES, "looks who waits": _known_joiners}
+
+
+def _tidy(*tasks: Callable[[], object]) -> None:
+    """Do at once what a thread does later."""
+    for task in tasks:
+        task()
+
+
 _TIME = SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: 0.0)
 _REPLACED: dict[str, dict[str, Any]] = {
     "membership.agreement": {"Deadline": ModelDeadline},
     "membership.admission": {"offer_key": lambda: perform("names an offer")},
-    "membership.growing": {"EntryThread": ModelEntry},
-    "membership.joiner": {"EntryThread": ModelEntry, "Deadline": lambda *s: ModelDeadline(), "time": _TIME},
+    "membership.growing": {"EntryThread": ModelEntry, "tidy_later": _tidy},
+    "membership.joiner": {
+        "EntryThread": ModelEntry,
+        "Deadline": lambda *s: ModelDeadline(),
+        "time": _TIME,
+        "tidy_later": _tidy,
+    },
     "multihost.shrinking": {"EntryThread": ModelEntry, "Deadline": ModelDeadline, "time": _TIME},
 }

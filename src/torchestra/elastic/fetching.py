@@ -1,11 +1,12 @@
 """Bring state from ranks that have it to ranks that want it.
 
 All ranks of the group take part. (1) The first source of each item tells how it is built: its skeleton, which
-has a TensorSpec for each tensor. (2) Each target says which blocks it wants: all, or between hosts those
-whose checksum differs. Every rank finds the same plan from this. (3) Each source sends its share of each
-target's blocks, straight from and into the tensors: within a host through memory of its own that both address
-(staging.py), else as messages, all at once. (4) The sources tell the checksums of what they sent, and a block
-that arrived otherwise is wanted again, from another source.
+has a TensorSpec for each tensor; and each source tells where it puts blocks. (2) Each target says which
+blocks it wants: all, or between hosts those whose checksum differs. Every rank finds the same plan from this.
+(3) Each source sends its share of each target's blocks, straight from and into the tensors: within a host
+through memory of its own that both address (staging.py), else as messages, all at once. (4) The sources tell
+the checksums of what they sent, through memory together with each block, and a block that arrived otherwise
+is wanted again, from another source.
 
 A rank whose own state is whole, one step behind, receives into other memory and takes it over when all is
 verified: should the sources die on the way, it still has what it had.
@@ -85,15 +86,49 @@ def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
     """
     apart = [flatten_tensors(item.value) for item in items]
     me = group.rank()
-    told = _joined(
-        gathered(group, {index: apart[index][0] for index, item in enumerate(items) if item.sources[0] == me})
-    )
+    sent = [index for index, item in enumerate(items) if me in item.sources]
+    targets = sorted({rank for index in sent for rank in items[index].targets})
+    count = sum(tensor.nbytes for index in sent for tensor in apart[index][1])
+    slots = staging.Slots(group, len(targets) if count >= staging.MIN_BLOCKS * BLOCK_BYTES else 0)
+    skeletons = {index: apart[index][0] for index in sent if items[index].sources[0] == me}
+    told: list[_Told] = gathered(group, _Told(skeletons, slots.offset, targets))
+    of_item = _joined([each.skeletons for each in told])
     first = itertools.count()
-    moved = [_Moved(group, item, told[index], first) for index, item in enumerate(items)]
+    moved = [_Moved(group, item, of_item[index], first) for index, item in enumerate(items)]
     refusal = None
     for each, (skeleton, tensors) in zip(moved, apart, strict=True):
         refusal = refusal or each.prepare(skeleton, tensors)
-    return _Exchange(group, moved).run(refusal)
+    return _Exchange(group, moved, told).run(refusal)
+
+
+class _Told(NamedTuple):
+    """Hold what a rank says before blocks are moved.
+
+    Attributes:
+        skeletons: by the item's number, of those that it is the first source of.
+        offset: of its places for blocks, in its heap; None if it has none.
+        targets: the ranks that it sends to.
+    """
+
+    skeletons: dict[int, Any]
+    offset: int | None
+    targets: list[int]
+
+
+class _Round(NamedTuple):
+    """Hold what a rank has sent and received in a round.
+
+    Attributes:
+        came: the numbers of the blocks that came.
+        bad: those of them that came damaged, as far as is known.
+        unverified: checksums of those that came by messages, as they arrived.
+        sums: checksums of those that went by messages.
+    """
+
+    came: list[int]
+    bad: list[int]
+    unverified: dict[int, int]
+    sums: dict[int, int]
 
 
 class _Moved:
@@ -177,26 +212,23 @@ class _Moved:
 class _Exchange:
     """Move the blocks of all items; the plan is the same on all ranks."""
 
-    def __init__(self, group: ProcessGroup, moved: list[_Moved]) -> None:
-        self.group, self.moved = group, moved
+    def __init__(self, group: ProcessGroup, moved: list[_Moved], told: list[_Told]) -> None:
+        self.group, self.moved, self._told = group, moved, told
         self._of_block = {number: each for each in moved for number in each.numbers}
-        self._targets = sorted({rank for each in moved if each.sends for rank in each.item.targets})
-        many = sum(len(each.numbers) for each in moved if each.sends) >= staging.MIN_BLOCKS
-        self._slots = staging.Slots(group, len(self._targets) if many else 0)
-        self._places: list[tuple[int | None, list[int]]] = []
 
     def run(self, refusal: str | None) -> Fetched:
         """Send and receive until all targets have what they want."""
-        self._places = gathered(self.group, (self._slots.offset, self._targets))
         wanted = self._gather_wanted(self._wanted() if refusal is None else refusal)
         count = differing = 0
         for turn in range(_MAX_ROUNDS):
-            came, sums = self._move(wanted, turn)
-            count += sum(bytes_of(self._of_block[number].block(number)) for number in came)
-            theirs = _joined(gathered(self.group, sums))
-            bad = [number for number, checksum in came.items() if checksum != theirs[number]]
+            moved = self._move(wanted, turn)
+            count += sum(bytes_of(self._of_block[number].block(number)) for number in moved.came)
+            bad, told = moved.bad, gathered(self.group, (moved.bad, moved.sums))
+            wanted = [theirs for theirs, _ in told]
+            if theirs := _joined([sums for _, sums in told]):
+                bad += [number for number, own in moved.unverified.items() if own != theirs[number]]
+                wanted = self._gather_wanted(bad)
             differing += len(bad)
-            wanted = self._gather_wanted(bad)
             if not any(wanted):
                 values = {index: each.value() for index, each in enumerate(self.moved) if each.receives}
                 return Fetched(values, count, differing)
@@ -220,8 +252,8 @@ class _Exchange:
         moved = self._of_block[number]
         return moved.tensor_blocks.checksum(moved.block(number))
 
-    def _move(self, wanted: list[list[int]], turn: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Send and receive one round; return the checksums of the blocks that came, and of those sent."""
+    def _move(self, wanted: list[list[int]], turn: int) -> _Round:
+        """Send and receive one round."""
         streams: list[staging.Stream] = []
         receiving, sending = [], []
         for (source, target), numbers in self._plan(wanted, turn).items():
@@ -231,7 +263,9 @@ class _Exchange:
                 receiving += [self._receive(number, source) for number in numbers]
             else:
                 sending += [self._send(number, target) for number in numbers]
-        came, sums = staging.move(self.group, streams, self._copy_out, self._copy_in)
+        came, bad = staging.move(self.group, streams, self._copy_out, self._copy_in)
+        sums: dict[int, int] = {}
+        unverified: dict[int, int] = {}
         for number, works in sending:
             _wait(works)
             if number not in sums:  # what was just sent is still in the processor's cache
@@ -239,8 +273,8 @@ class _Exchange:
         for number, into, works in receiving:
             _wait(works)
             into.finish()
-            came[number] = self._of_block[number].transfer_checksum(number)
-        return came, sums
+            unverified[number] = self._of_block[number].transfer_checksum(number)
+        return _Round([*came, *unverified], bad, unverified, sums)
 
     def _plan(self, wanted: list[list[int]], turn: int) -> dict[tuple[int, int], list[int]]:
         """Return the blocks that this rank sends or receives, by source and target."""
@@ -254,7 +288,7 @@ class _Exchange:
     def _address(self, source: int, target: int, blocks: int) -> int | None:
         """Return where the source's places for a target are, None if blocks go by messages."""
         heap = self.group.communicator.engine.heap_of(source)
-        offset, targets = self._places[source]
+        _, offset, targets = self._told[source]
         if heap is None or offset is None or blocks < staging.MIN_BLOCKS:
             return None
         if self.group.communicator.engine.heap_of(target) is None:

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,7 @@ from torchestra.elastic.randomness import epoch_order, seed_all
 from torchestra.elastic.shard import Shard
 from torchestra.elastic.shard_sum import ShardSum
 from torchestra.elastic.shard_tree import assign
-from torchestra.elastic.state import State, Synced
+from torchestra.elastic.state import Head, State, Synced
 from torchestra.elastic.units import Units
 from torchestra.errors import DistError, GroupAbortedError, InvalidArgumentError, RankExcludedError, shown
 from torchestra.process_group import ProcessGroup
@@ -211,21 +212,44 @@ class _Loop:
 
     def _sync(self) -> Synced:
         """Bring all ranks of the group to one state, and divide the shards that are not done."""
-        step = self.state.step
-        if any(self._made_update(told) for told in gathered(self.group, self.state.newest_step)):
-            self._make_update()
-        synced = self.state.sync(self.group)
+        step, told = self.state.step, self._tell()
+        if any(_lacks_update(each, other) for each in told for other in told):
+            if any(_lacks_update(told[self.group.rank()], other) for other in told):
+                self._make_update()
+            step, told = self.state.step, self._tell()
+        synced = self.state.sync(self.group, [each.head for each in told])
         self.state.trains = True
         self._transfer.reset()
         self.sum.use(self.group)
         if self.state.step != step or self.group.rank() in synced.behind or not self.sum.done:
             self.sum.begin_step()
-        self._todo = self._shares(gathered(self.group, self.sum.done))
+        done = [frozenset() if rank in synced.behind else each.done for rank, each in enumerate(told)]
+        self._todo = self._shares([frozenset()] * len(done) if synced.restored else done)
         return synced
 
-    def _made_update(self, step: int | None) -> bool:
-        """Return whether a rank at some step has made the update that this one has the sum for."""
-        return self.sum.reduced and step == self.state.step + 1
+    def _tell(self) -> list[_Told]:
+        """Tell the others how far this rank is, and return what each tells."""
+        summed = self.state.step if self.sum.reduced else None
+        return gathered(self.group, _Told(self.state.head(), summed, self.sum.done))
+
+
+class _Told(NamedTuple):
+    """Hold what a rank says of itself after a change of members.
+
+    Attributes:
+        head: of its state.
+        summed: the step of its state, if it has the sum for that step's update.
+        done: the shards of its step that it has computed.
+    """
+
+    head: Head
+    summed: int | None
+    done: frozenset[int]
+
+
+def _lacks_update(one: _Told, other: _Told) -> bool:
+    """Return whether one rank has the sum for an update that the other one has made."""
+    return one.summed is not None and other.head.step == one.summed + 1
 
 
 def _trained(state: State) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ def move(
     streams: Sequence[Stream],
     copy_out: Callable[[int, int], int],
     copy_in: Callable[[int, int], int],
-) -> tuple[dict[int, int], dict[int, int]]:
+) -> tuple[list[int], list[int]]:
     """Send and receive the blocks of all streams of this rank; all ranks of the streams call this.
 
     Args:
@@ -78,10 +78,10 @@ def move(
         copy_in: called with a block's number and the address to copy it from; returns its checksum.
 
     Returns:
-        The checksums of what has come, and of what has been sent, by block.
+        The blocks that have come, and those of them whose checksum is not the source's.
     """
-    came: dict[int, int] = {}
-    sent: dict[int, int] = {}
+    came: list[int] = []
+    bad: list[int] = []
     word = torch.zeros(1, dtype=torch.int64)
     me = group.rank()
     outgoing = [stream for stream in streams if stream.source == me]
@@ -93,15 +93,16 @@ def move(
                 recv(word, group=group, group_src=stream.target, tag=_FREE)
             if k < len(stream.blocks):
                 number = stream.blocks[k]
-                sent[number] = copy_out(number, _slot_address(stream, k))
-                word[0] = sent[number]
+                word[0] = copy_out(number, _slot_address(stream, k))
                 send(word, group=group, group_dst=stream.target, tag=_FILLED)
         for stream in incoming:
             if k < len(stream.blocks):
                 recv(word, group=group, group_src=stream.source, tag=_FILLED)
-                came[stream.blocks[k]] = copy_in(stream.blocks[k], _slot_address(stream, k))
+                came.append(stream.blocks[k])
+                if copy_in(stream.blocks[k], _slot_address(stream, k)) != int(word[0]):
+                    bad.append(stream.blocks[k])
                 send(word, group=group, group_dst=stream.source, tag=_FREE)
-    return came, sent
+    return came, bad
 
 
 def _slot_address(stream: Stream, k: int) -> int:

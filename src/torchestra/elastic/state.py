@@ -29,7 +29,7 @@ _AT_ONCE_BYTES = 64 << 20
 _AT_ONCE_BETWEEN_HOSTS_BYTES = 4 << 20
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """Hold what a rank says of its state.
 
     Attributes:
@@ -186,7 +186,7 @@ class State:
         self._valid, self.filled = True, None
 
     @torch.no_grad()
-    def sync(self, group: ProcessGroup | None = None) -> Synced:
+    def sync(self, group: ProcessGroup | None = None, heads: list[Head] | None = None) -> Synced:
         """Bring all ranks of a group to the newest state that one of them has. Must be called by all.
 
         To be called before the first step, and whenever the members have changed. Ranks that have no state,
@@ -198,6 +198,7 @@ class State:
 
         Args:
             group: default: the default group.
+            heads: what :meth:`head` returns on each rank, where the package has told them already.
 
         Raises:
             GroupAbortedError: a rank died meanwhile. Shrink the group, and call this again in the new one.
@@ -211,32 +212,33 @@ class State:
                 " must make, so that a death within one loses nothing"
             )
         restored = None
-        heads = gathered(member, self._head())
+        heads = heads or gathered(member, self.head())
         if lost := self._lost(heads):
             if all(head.checkpoint is None for head in heads):
                 raise DistError(lost)
             self._valid, self.filled = False, None
-            heads = gathered(member, self._head())
+            heads = gathered(member, self.head())
         if all(head.step is None for head in heads):
             restored = self._begin(member, heads, lost)
-            heads = gathered(member, self._head())
+            heads = gathered(member, self.head())
         newest = max(head.step for head in heads if head.step is not None and head.whole)
         sources = tuple(rank for rank, head in enumerate(heads) if head.step == newest and head.whole)
         behind = tuple(rank for rank in range(len(heads)) if rank not in sources)
         count = self._redistribute(member, heads, sources, behind, newest)
         return Synced(newest, count, sources, behind, restored, time.perf_counter() - began)
 
-    def _head(self) -> _Head:
+    def head(self) -> Head:
+        """Return what this rank says of its state: the package calls it."""
         held = tuple(each.held for each in self._sharded)
         newest = None
         if self.checkpoints is not None and (self._sharded or not self._valid or self.filled is not None):
             newest = self.checkpoints.newest_step()
         units = None if self.units is None else (self.units.digest, self.units.bytes)
-        return _Head(
+        return Head(
             self.newest_step, newest, held, self._valid and self._partial, self.filled, units, self.trains
         )
 
-    def _begin(self, group: ProcessGroup, heads: list[_Head], lost: str) -> str | None:
+    def _begin(self, group: ProcessGroup, heads: list[Head], lost: str) -> str | None:
         """Read the newest checkpoint on one rank, or begin with what there is; return the checkpoint's name.
 
         Raises:
@@ -253,7 +255,7 @@ class State:
     def _redistribute(
         self,
         group: ProcessGroup,
-        heads: list[_Head],
+        heads: list[Head],
         sources: tuple[int, ...],
         behind: tuple[int, ...],
         newest: int,
@@ -325,7 +327,7 @@ class State:
         return fetched.bytes
 
     def _moves_units(
-        self, heads: list[_Head], sources: tuple[int, ...], behind: tuple[int, ...], over_hosts: bool
+        self, heads: list[Head], sources: tuple[int, ...], behind: tuple[int, ...], over_hosts: bool
     ) -> bool:
         """Return whether ranks that are behind get their units while the others train; all find the same."""
         first = heads[sources[0]]
@@ -339,14 +341,14 @@ class State:
         limit = _AT_ONCE_BETWEEN_HOSTS_BYTES if over_hosts else _AT_ONCE_BYTES
         return bool(filling) or first.units[1] > limit
 
-    def _holders(self, index: int, heads: list[_Head], sources: tuple[int, ...]) -> Holders:
+    def _holders(self, index: int, heads: list[Head], sources: tuple[int, ...]) -> Holders:
         """Return the ranks that have the newest part of each parameter of a sharded optimizer."""
         return [
             [rank for rank in sources if number in heads[rank].held[index]]
             for number in range(len(self._sharded[index].sizes))
         ]
 
-    def _lost(self, heads: list[_Head]) -> str:
+    def _lost(self, heads: list[Head]) -> str:
         """Return what of the newest state no rank has any more; "" if nothing, or if no rank has a state."""
         steps = [head.step for head in heads if head.step is not None and head.whole]
         if not steps and (left := [rank for rank, head in enumerate(heads) if head.filled is not None]):

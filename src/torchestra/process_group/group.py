@@ -282,7 +282,8 @@ class ProcessGroup(
             self.reconfiguration.keep(made.survivors)
             new.reconfiguration, new.when_reconfigured = self.reconfiguration, self.when_reconfigured
         if self.admission is not None:
-            new.admission = GroupAdmission(self.admission.store, new.communicator)
+            let_in = () if made.offer is None else made.offer.joiners
+            new.admission = self.admission.of_successor(new.communicator, let_in)
         return new
 
     def _make_group(

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -14,12 +14,14 @@ import torch
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device import agreement_of
 from torchestra.engine.device.agreement import DeviceRequest
+from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.admission import Admission, JoinRequest, Offer, Terms
 from torchestra.engine.membership.growing import GrownGroup, Growth
 from torchestra.engine.membership.joiner import Joiner
 from torchestra.engine.membership.joiner_detector import JoinerDetector
 from torchestra.engine.membership.pending_joiners import PendingJoiners
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
+from torchestra.engine.multihost.host_id import certain_host_id, host_name
 from torchestra.errors import DistError, DistNetworkError
 from torchestra.process_group.starting import GroupSpec, cancel, start
 from torchestra.store import HashStore, Store
@@ -37,11 +39,13 @@ class GroupAdmission:
     Args:
         store: the admission store of the job.
         communicator: the group's.
+        let_in: the requests by which its ranks were let in.
     """
 
-    def __init__(self, store: Store, communicator: Communicator) -> None:
+    def __init__(self, store: Store, communicator: Communicator, let_in: Collection[str] = ()) -> None:
         self.store = store
-        self._communicator = communicator
+        self._communicator, self._let_in = communicator, let_in
+        self._growing = False
         self._detector: JoinerDetector | None = None
         self._lock = threading.Lock()
         self._count: PendingJoiners | None = None
@@ -49,6 +53,10 @@ class GroupAdmission:
         self._watching = False
         self._closed = threading.Event()
         self._process = os.getpid()
+
+    def of_successor(self, communicator: Communicator, let_in: Collection[str]) -> GroupAdmission:
+        """Return this member's view in the group that replaces this one, which has let in some requests."""
+        return GroupAdmission(self.store, communicator, {*self._let_in, *let_in})
 
     # -- pending_joiners()
 
@@ -80,6 +88,8 @@ class GroupAdmission:
         count = None if self._communicator.engine.hosts is not None else self._shared_count()
         try:
             while not self._closed.wait(_POLL_S):
+                if self._growing:
+                    continue
                 self._waiting = len(self.waiting())
                 if count is not None:
                     count.publish(self._waiting)
@@ -102,7 +112,7 @@ class GroupAdmission:
 
     def _own_detector(self) -> JoinerDetector:
         if self._detector is None:
-            self._detector = JoinerDetector(self._admission())
+            self._detector = JoinerDetector(self._admission(), self._let_in)
         return self._detector
 
     def _admission(self) -> Admission:
@@ -124,7 +134,7 @@ class GroupAdmission:
     # -- grow()
 
     def growth(self, terms: Terms, backend: str, program: threading.Thread) -> Growth[Communicator]:
-        """Return how this member lets in those that wait; ends the thread that looks for them.
+        """Return how this member lets in those that wait; the thread that looks for them rests meanwhile.
 
         Raises:
             DistNetworkError: the job's store is out of reach.
@@ -133,6 +143,7 @@ class GroupAdmission:
         request = (
             DeviceRequest() if agreement is None else DeviceRequest(agreement.device, agreement.required)
         )
+        self._growing = True
         try:
             with self._lock:
                 detector = self._own_detector()
@@ -145,7 +156,13 @@ class GroupAdmission:
                 " outlives every rank"
             ) from error
         enter = partial(_enter, backend, program, request)
-        return Growth(terms, self._admission(), detector, enter, _cancel)
+        one_host = self._communicator.engine.hosts is None and backend != "threads"
+        host = certain_host_id() if one_host else ""
+        return Growth(terms, self._admission(), detector, enter, _cancel, host)
+
+    def look_again(self) -> None:
+        """Look for those that wait, as before :meth:`growth`: the group has not been replaced."""
+        self._growing = False
 
 
 def ask_to_join(
@@ -179,7 +196,7 @@ def ask_to_join(
             program=program,
         )  # fmt: skip
         start(rehearsal).close()
-    join_request = JoinRequest.new(member, backend)
+    join_request = JoinRequest.new(member, backend, "" if backend == "threads" else certain_host_id())
     admission = Admission(store, heartbeat_bound())
     return Joiner(admission, join_request, Deadline(seconds), enter, _cancel).run()
 
@@ -203,6 +220,7 @@ def _enter(
             timeout_s=seconds,
             backend=backend,
             program=program,
+            hosts=Hosts([range(offer.size)], [host_name()]) if offer.one_host else None,
             bridge=terms.bridge,
             request=request,
         )

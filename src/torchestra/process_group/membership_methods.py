@@ -126,8 +126,12 @@ class MembershipMethods:
             surviving_bridge(self.communicator),
             self.member_ids,
         )
-        growth = admission.growth(terms, self.backend, self.communicator.engine.context.program)
-        return self._replace(exclude, timeout, abort=False, growth=growth)
+        try:
+            growth = admission.growth(terms, self.backend, self.communicator.engine.context.program)
+            return self._replace(exclude, timeout, abort=False, growth=growth)
+        except BaseException:
+            admission.look_again()
+            raise
 
     def pending_joiners(self) -> int:
         """Return how many ranks wait to be let in, with :meth:`grow`: the same on all ranks.

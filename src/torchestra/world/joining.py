@@ -122,7 +122,7 @@ def join_world(
         options = GroupOptions(terms.timeout_s, backend=chosen)
         size = range(membership.communicator.size)
         group = group_of(membership, ProcessGroup, options, terms.description, terms.name, size)
-        group.admission = GroupAdmission(admission, group.communicator)
+        group.admission = GroupAdmission(admission, group.communicator, made.offer.joiners)
         world.default = group
         register(world, group)
         report("joined")

@@ -29,9 +29,10 @@ A joiner follows the invitation of the highest generation and epoch that is not 
 by the proposer after its proposal was taken, so it names an epoch that has been proposed; if the proposer
 dies before that, its death voids the epoch. A request is used up when its joiner has read "committed".
 
-The keys of offers are removed with the first offer of a later generation: all members that live have then
-left the earlier ones. A joiner that still follows one (it was stopped) finds no verdict there, which is never
-taken for "committed", and gives it up in time. A joiner removes the keys of its request itself.
+The keys of offers are removed once an offer of a later generation is committed: all members that live have
+then left the earlier ones. A joiner that still follows one (it was stopped) finds no verdict there, which is
+never taken for "committed", and gives it up in time. A joiner removes the keys of its request itself, and
+members that have let it in leave its request aside until then.
 """
 
 from __future__ import annotations
@@ -75,29 +76,32 @@ class JoinRequest(NamedTuple):
         number: names it; random.
         member: the member id that the joiner asks for, or None.
         kind: the backend of its rank: ``"native"`` or ``"threads"``.
+        host: the same for processes that surely share a host; empty where that must be tried.
         process: the joiner's.
     """
 
     number: str
     member: int | None
     kind: str
+    host: str
     process: ProcessIdentity
 
     @classmethod
-    def new(cls, member: int | None, kind: str) -> JoinRequest:
+    def new(cls, member: int | None, kind: str, host: str = "") -> JoinRequest:
         """Return a request for the calling process."""
-        return cls(secrets.token_hex(8), member, kind, ProcessIdentity.current())
+        return cls(secrets.token_hex(8), member, kind, host, ProcessIdentity.current())
 
     def encode(self) -> str:
         """Return a line, for :meth:`decode`."""
         member = "-" if self.member is None else self.member
-        return f"{self.number} {member} {self.kind} {self.process.encode()}\n"
+        return f"{self.number} {member} {self.kind} {self.host or '-'} {self.process.encode()}\n"
 
     @classmethod
     def decode(cls, line: str) -> JoinRequest:
         """Read a line; ValueError if it is no request."""
-        number, member, kind, process = line.split(" ", 3)
-        return cls(number, None if member == "-" else int(member), kind, ProcessIdentity.decode(process))
+        number, member, kind, host, process = line.split(" ", 4)
+        wanted = None if member == "-" else int(member)
+        return cls(number, wanted, kind, "" if host == "-" else host, ProcessIdentity.decode(process))
 
     def __str__(self) -> str:
         asks = "" if self.member is None else f", which asks to be member {self.member}"
@@ -135,6 +139,8 @@ class Offer:
         previous: by new rank, the rank in the old group; -1 for a joiner.
         lost: the ranks of the old group that are not in it.
         joiners: by request, the new rank.
+        processes: by request, the joiner's process.
+        one_host: all ranks surely share one host, so they need not find out.
     """
 
     key: bytes
@@ -143,13 +149,20 @@ class Offer:
     previous: tuple[int, ...]
     lost: tuple[int, ...]
     joiners: dict[str, int] = field(default_factory=dict)
+    processes: dict[str, ProcessIdentity] = field(default_factory=dict)
+    one_host: bool = False
 
     @classmethod
-    def of(cls, terms: Terms, survivors: Sequence[int], requests: Sequence[JoinRequest]) -> Offer:
+    def of(
+        cls, terms: Terms, survivors: Sequence[int], requests: Sequence[JoinRequest], host: str = ""
+    ) -> Offer:
         """Number the survivors (ranks of the old group) and the joiners.
 
         Survivors keep their ids. A joiner gets the id that it asks for, or, if that is taken, the lowest free
         one; those that ask for one choose first.
+
+        Args:
+            host: of all survivors, as of a request; empty if they have several, or that must be tried.
         """
         ids: dict[int, int | str] = {terms.members[rank]: rank for rank in survivors}
         for request in sorted(requests, key=lambda each: each.member is None):
@@ -165,6 +178,8 @@ class Offer:
             tuple(-1 if isinstance(holder, str) else holder for holder in holders),
             tuple(rank for rank in range(len(terms.members)) if rank not in survivors),
             {holder: rank for rank, holder in enumerate(holders) if isinstance(holder, str)},
+            {request.number: request.process for request in requests},
+            bool(host) and all(request.host == host and request.process.is_alive() for request in requests),
         )
 
     @property
@@ -174,7 +189,8 @@ class Offer:
 
     def encode(self) -> str:
         """Return JSON, for :meth:`decode`."""
-        return json.dumps({**asdict(self), "key": self.key.hex()})
+        processes = {number: process.encode() for number, process in self.processes.items()}
+        return json.dumps({**asdict(self), "key": self.key.hex(), "processes": processes})
 
     @classmethod
     def decode(cls, text: bytes) -> Offer:
@@ -182,7 +198,17 @@ class Offer:
         read: dict[str, Any] = json.loads(text)
         terms = {**read["terms"], "members": tuple(read["terms"]["members"])}
         lists = {name: tuple(read[name]) for name in ("members", "previous", "lost")}
-        offer = cls(bytes.fromhex(read["key"]), Terms(**terms), joiners=dict(read["joiners"]), **lists)
+        joiners = dict(read["joiners"])
+        processes = {number: ProcessIdentity.decode(str(read["processes"][number])) for number in joiners}
+        one_host = read["one_host"] is True
+        offer = cls(
+            bytes.fromhex(read["key"]),
+            Terms(**terms),
+            **lists,
+            joiners=joiners,
+            processes=processes,
+            one_host=one_host,
+        )
         numbers = (*offer.members, *offer.previous, *offer.lost, *offer.terms.members)
         ranks = [rank for rank, before in enumerate(offer.previous) if before == -1]
         if not all(type(each) is int for each in (*numbers, offer.terms.generation)):
@@ -299,19 +325,19 @@ class Admission:
         self.remove(refused)
 
     def write(self, offer: Offer) -> None:
-        """Write an offer, before it is proposed; remove the keys of those of earlier generations."""
-        self._remove_offers(offer.terms.generation)
+        """Write an offer, before it is proposed."""
         self._store.append("offers", f"{offer.terms.generation} {offer.key.hex()}\n")
         self._store.set(f"offer/{offer.key.hex()}", offer.encode())
 
-    def _remove_offers(self, generation: int) -> None:
+    def remove_offers(self, generation: int) -> None:
+        """Remove the keys of offers of generations before one that has been committed."""
         try:
             lines = self._read("offers").decode().splitlines(keepends=True)
             old = [line for line in lines if int(line.split(" ")[0]) < generation]
             keys = [bytes.fromhex(line.split()[1]).hex() for line in old]
         except _UNREADABLE as error:
             raise _forged("the list of offers") from error
-        # Only the proposer writes here, and a rank that has been a proposer before may still be on its way.
+        # A proposer may be writing here meanwhile; the next one removes them, then.
         left = "".join(line for line in lines if line not in old)
         if not old or self._store.compare_set("offers", "".join(lines), left).decode() != left:
             return
@@ -337,9 +363,15 @@ class Admission:
 
     # -- both
 
-    def verdict(self, key: bytes) -> bytes:
-        """Return what has become of an offer: COMMITTED, VOID, or nothing yet."""
-        return self._read(f"verdict/{key.hex()}")
+    def verdict(self, key: bytes, timeout_s: float = 0.0) -> bytes:
+        """Return what has become of an offer: COMMITTED, VOID, or nothing, if it is so after a time."""
+        name = f"verdict/{key.hex()}"
+        try:
+            if timeout_s:
+                return self._store.await_values([name], timeout_s)[0]
+            return self._store.get(name) if self._store.check([name]) else b""  # _read() would make the key
+        except TimeoutError:
+            return b""
 
     def write_verdict(self, key: bytes, verdict: bytes) -> None:
         """Write what has become of an offer, as the registers say; see invariant 1."""

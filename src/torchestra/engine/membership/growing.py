@@ -30,12 +30,15 @@ from torchestra.engine.membership.admission import (
 from torchestra.engine.membership.agreement import Ballot, EpochEntry, Registers, State
 from torchestra.engine.membership.entering import E, EntryThread
 from torchestra.engine.membership.joiner_detector import JoinerDetector
+from torchestra.engine.membership.tidying import tidy_later
 from torchestra.errors import DistError
 from torchestra.store import Store
 from torchestra.store.process import ProcessIdentity
 from torchestra.system.deadline import Deadline
 
 _MIN_ENTERING_S = 10.0
+_LOOK_S = 0.02
+"""How often a rank on its way into a group looks whether another one has died."""
 ENTERING_BOUNDS = 2
 """In how many heartbeat bounds all must have entered the group of an offer; ten seconds, if that is more."""
 
@@ -59,6 +62,7 @@ class Growth(Generic[E]):
         terms: of the new group.
         admission, detector: this rank's view of those that wait.
         enter, cancel: enter the group of an offer, and give it up.
+        host: of all members, as of a :class:`JoinRequest`; empty if they have several, or that must be tried.
     """
 
     terms: Terms
@@ -66,6 +70,7 @@ class Growth(Generic[E]):
     detector: JoinerDetector
     enter: EnterOffer[E]
     cancel: Cancel
+    host: str = ""
 
     def around(
         self, epoch_entry: EpochEntry, registers: Registers, deadline: Deadline
@@ -97,6 +102,7 @@ class GrowingEpochEntry(Generic[E]):
     ) -> None:
         self._growth, self._plain, self._registers = growth, plain, registers
         self._deadline = deadline
+        self._own: Offer | None = None  # this rank's own proposal
         self._offer: Offer | None = None
         self._entry: EntryThread[E] | None = None
         self._joiners: dict[str, ProcessIdentity] = {}
@@ -110,7 +116,7 @@ class GrowingEpochEntry(Generic[E]):
         requests = [request for request in requests if self._fits(request)]
         if not requests:
             return self._plain.offer(ballot, survivors)
-        offer = Offer.of(growth.terms, survivors, requests)
+        offer = self._own = Offer.of(growth.terms, survivors, requests, growth.host)
         growth.admission.write(offer)
         return offer.key
 
@@ -141,15 +147,11 @@ class GrowingEpochEntry(Generic[E]):
 
     def _begin(self, ballot: Ballot) -> None:
         growth, admission = self._growth, self._growth.admission
-        offer = self._offer = admission.offer(ballot.key)
+        own = self._own if self._own is not None and self._own.key == ballot.key else None
+        offer = self._offer = own or admission.offer(ballot.key)
         if ballot.proposer == self._registers.rank:
             admission.invite(offer, ballot.epoch)
-        self._joiners = {
-            request.number: request.process
-            for request in admission.waiting()
-            if request.number in offer.joiners
-        }
-        self._joiners |= {number: _NOBODY for number in offer.joiners if number not in self._joiners}
+        self._joiners = offer.processes
         rank, store = offer.previous.index(self._registers.rank), admission.meeting(offer.key)
         bound_s = admission.bound_s
         seconds = min(entering_seconds(bound_s), max(bound_s, self._deadline.remaining()))
@@ -163,7 +165,7 @@ class GrowingEpochEntry(Generic[E]):
         if self._entry is None or self._entry.has_ended():
             self._plain.wait(seconds)
         else:
-            self._entry.wait(seconds)
+            self._entry.wait(max(seconds, _LOOK_S))  # its end is noticed at once
 
     def awaited(self, ballot: Ballot) -> set[int]:
         if is_offer(ballot.key):
@@ -196,11 +198,12 @@ class GrowingEpochEntry(Generic[E]):
         assert self._offer is not None, "an epoch is committed only when all its survivors were ready"
         assert self._entry is not None
         assert self._entry.entered is not None
-        with contextlib.suppress(DistError, OSError):  # another member tells them
-            self._growth.admission.write_verdict(ballot.key, COMMITTED)
-        keys = self._growth.admission.meeting(ballot.key)
+        admission = self._growth.admission
+        if ballot.proposer == self._registers.rank:
+            with contextlib.suppress(DistError, OSError):  # another member tells them
+                admission.write_verdict(ballot.key, COMMITTED)
+            tidy_later(lambda: admission.remove_offers(self._growth.terms.generation))
+        else:  # the proposer may have died
+            tidy_later(lambda: admission.write_verdict(ballot.key, COMMITTED))
+        keys = admission.meeting(ballot.key)
         return GrownGroup(self._entry.entered, keys, self._offer)
-
-
-_NOBODY = ProcessIdentity("", 0, 0, "")
-"""A process of which nothing is known."""

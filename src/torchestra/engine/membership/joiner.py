@@ -10,10 +10,11 @@ from torchestra.engine.membership.admission import COMMITTED, VOID, Admission, I
 from torchestra.engine.membership.entering import E, EntryThread
 from torchestra.engine.membership.growing import Cancel, EnterOffer, GrownGroup, entering_seconds
 from torchestra.engine.membership.joiner_detector import heartbeat_interval
+from torchestra.engine.membership.tidying import tidy_later
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistError
 from torchestra.system.deadline import Deadline
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH = 0.0005, 0.02, 1.3
+_PAUSE_S = 0.02
 
 
 class Joiner(Generic[E]):
@@ -53,41 +54,40 @@ class Joiner(Generic[E]):
         """
         try:
             self._admission.ask(self._request)
-            pause = _FIRST_PAUSE_S
             while (grown := self._step()) is None:
                 if self._deadline.expired():
                     raise self._late()
-                if self._entry is not None:
-                    self._entry.wait(pause)
-                    pause = min(pause * _GROWTH, _LONGEST_PAUSE_S)
-                else:
-                    pause = _FIRST_PAUSE_S
-            return grown
         except BaseException:
             self._leave()
-            raise
-        finally:
             with contextlib.suppress(DistError, OSError):
                 self._admission.forget(self._request)
+            raise
+        tidy_later(lambda: self._admission.forget(self._request))
+        return grown
 
     def _step(self) -> GrownGroup[E] | None:
-        """Look once; return this rank's part in the group if it is committed."""
+        """Look once, and wait for a moment; return this rank's part in the group if it is committed."""
         self._send_heartbeat()
-        idle = self._entry is None
-        timeout_s = (
-            min(self._interval_s, self._deadline.remaining()) if idle and self._followed is None else 0.0
-        )
-        invitation = self._admission.invitation(self._request, timeout_s)
+        timeout_s = min(self._interval_s, self._deadline.remaining())
+        if self._entry is not None and self._offer is not None:
+            if (grown := self._grown(self._entry, self._offer, timeout_s)) is not None:
+                return grown
+            timeout_s = 0.0
+        invitation = self._admission.invitation(self._request, 0.0 if self._followed else timeout_s)
         if invitation is not None and invitation != self._followed:
             self._follow(invitation)
-        elif idle and timeout_s == 0:
-            time.sleep(_LONGEST_PAUSE_S)
-        if self._entry is None or self._offer is None:
-            return None
-        verdict = self._admission.verdict(self._offer.key)
-        if verdict == COMMITTED and self._entry.has_entered():
-            assert self._entry.entered is not None
-            return GrownGroup(self._entry.entered, self._admission.meeting(self._offer.key), self._offer)
+        elif self._entry is None and self._followed is not None:
+            time.sleep(_PAUSE_S)
+        return None
+
+    def _grown(self, entry: EntryThread[E], offer: Offer, timeout_s: float) -> GrownGroup[E] | None:
+        """Wait until this rank has entered, then for the verdict; polls would cost the members time."""
+        if not entry.has_ended():
+            entry.wait(timeout_s)
+        verdict = self._admission.verdict(offer.key, timeout_s if entry.has_ended() else 0.0)
+        if verdict == COMMITTED and entry.has_entered():
+            assert entry.entered is not None
+            return GrownGroup(entry.entered, self._admission.meeting(offer.key), offer)
         if verdict == VOID or self._entering.expired():
             self._leave()
         return None

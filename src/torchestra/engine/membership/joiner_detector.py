@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torchestra.engine.membership.admission import Admission, JoinRequest
@@ -29,19 +30,28 @@ def heartbeat_interval(bound_s: float) -> float:
 
 @dataclass
 class _Observed:
-    """A joiner's last count of heartbeats, when it was first read, and whether the joiner lives."""
+    """A joiner's last count of heartbeats, when it was first read, and whether the joiner lives.
 
-    count: bytes
+    The count of one that can be seen from here is read only now and then.
+    """
+
+    count: bytes | None
     lives: bool
     clock: RunningClock = field(default_factory=RunningClock)
     since: float = 0.0
+    read_at: float = field(default_factory=time.monotonic)
 
 
 class JoinerDetector:
-    """One rank's view of the joiners. Several threads may use it: one that looks now and then, and grow()."""
+    """One rank's view of the joiners. Several threads may use it: one that looks now and then, and grow().
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    Args:
+        admission: this rank's view of the admission store.
+        let_in: the numbers of requests that are used up, though they may still be on the list.
+    """
+
+    def __init__(self, admission: Admission, let_in: Collection[str] = ()) -> None:
+        self._admission, self._let_in = admission, let_in
         self._interval_s = heartbeat_interval(admission.bound_s)
         self._observed: dict[str, _Observed] = {}
         self._polled_at = -self._interval_s
@@ -54,10 +64,11 @@ class JoinerDetector:
             return self._waiting()
 
     def _waiting(self) -> list[JoinRequest]:
-        requests = self._admission.waiting()
-        counts = self._admission.heartbeats(requests)
+        requests = [each for each in self._admission.waiting() if each.number not in self._let_in]
+        unseen = [request for request in requests if not self._is_seen(request)]
+        counts = self._admission.heartbeats(unseen)
         dead = [
-            request for request, count in zip(requests, counts, strict=True) if self._is_dead(request, count)
+            request for request, count in zip(unseen, counts, strict=True) if self._is_dead(request, count)
         ]
         self._admission.remove({request.number for request in dead})
         self._listed = {request.number for request in requests if request not in dead}
@@ -82,9 +93,17 @@ class JoinerDetector:
         """Return whether one of some joiners is gone; the store's heartbeats may be an interval old."""
         if any(process.is_dead() for process in requests.values()):
             return True
-        if time.monotonic() - self._polled_at > self._interval_s:
+        is_due = time.monotonic() - self._polled_at > self._interval_s
+        if is_due or not self._listed.issuperset(requests):  # one may have come since
             self.waiting()
         return not self._listed.issuperset(requests)
+
+    def _is_seen(self, request: JoinRequest) -> bool:
+        """Return whether a joiner is known to live without its count of heartbeats, which is not due yet."""
+        if not request.process.is_alive():
+            return False
+        seen = self._observed.setdefault(request.number, _Observed(None, lives=True))
+        return time.monotonic() - seen.read_at <= self._interval_s
 
     def _is_dead(self, request: JoinRequest, count: bytes) -> bool:
         if request.process.is_dead():
@@ -92,6 +111,8 @@ class JoinerDetector:
         seen = self._observed.get(request.number)
         if seen is None:
             self._observed[request.number] = _Observed(count, request.process.is_alive())
-        elif seen.count != count:
+            return False
+        if seen.count != count:
             seen.count, seen.lives, seen.since = count, True, seen.clock.elapsed()
-        return seen is not None and seen.clock.elapsed() - seen.since > self._admission.bound_s
+        seen.read_at = time.monotonic()
+        return seen.clock.elapsed() - seen.since > self._admission.bound_s

@@ -28,12 +28,26 @@ def host_id() -> str:
         return here.host
     if host := os.environ.get(HOST_VARIABLE):
         return host
+    return _of_the_kernel() or socket.gethostname()
+
+
+def certain_host_id() -> str:
+    """Return the id of the calling process's host if the kernel tells it; empty if something else is said.
+
+    Processes with the same one that see each other's process ids can pass memory to each other.
+    """
+    here = current_thread_rank()
+    pretends = HOST_VARIABLE in os.environ or (here is not None and here.host)
+    return "" if pretends else _of_the_kernel()
+
+
+def _of_the_kernel() -> str:
     try:
         namespace = os.readlink("/proc/self/ns/net")
     except OSError:
-        namespace = ""
+        return ""
     boot = boot_id()
-    return f"{boot}/{namespace}" if boot and namespace else socket.gethostname()
+    return f"{boot}/{namespace}" if boot else ""
 
 
 def host_name() -> str:
