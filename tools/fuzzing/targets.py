@@ -36,7 +36,7 @@ from torchestra.engine.diagnosis.facts import (
     to_json,
 )
 from torchestra.engine.diagnosis.process_counts import read_process
-from torchestra.engine.failure.hang_report import HostReport, hang_report, name_missing
+from torchestra.engine.failure.hang_report import HostReport, hang_report, late_elsewhere
 from torchestra.engine.failure.program_samples import ProgramSample
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.kernels.selection import Choices
@@ -273,7 +273,7 @@ def _read_standing(data: bytes) -> None:
     found = FailureDetector.ask_where_they_are(detector)
     assert len(found) == 1
     hang_report([HostReport("", here), *found], 0)
-    name_missing(found)
+    late_elsewhere(found)
 
 
 class _Condition(contextlib.nullcontext[None]):
