@@ -353,7 +353,7 @@ MUTATIONS: dict[str, Mutation] = {
         "_say",
         _answer_nobody_while_meeting,
         MessagesWorld,
-        _death_while_meeting(0),
+        _death_while_meeting(5),
         "which is well",
     ),
     "take any message for the next": Mutation(
@@ -405,7 +405,7 @@ MUTATIONS: dict[str, Mutation] = {
         "split brain",
     ),
     "count an empty flush": Mutation(
-        PairConnection, "flush", _count_an_empty_flush, RpcWorld, rpc.plan(13), "which is well"
+        PairConnection, "flush", _count_an_empty_flush, RpcWorld, _late_goodbye(2), "which is well"
     ),
     "wait for one connection only": Mutation(
         PairConnection,
@@ -416,7 +416,7 @@ MUTATIONS: dict[str, Mutation] = {
         "died (its connection has ended)",
     ),
     "fork to the lost": Mutation(RRefContext, "fork", _fork_to_the_lost, RpcWorld, rpc.plan(42), "still has"),
-    "keep nothing": Mutation(RRefContext, "fork", _keep_nothing, RpcWorld, rpc.plan(0), "still has"),
+    "keep nothing": Mutation(RRefContext, "fork", _keep_nothing, RpcWorld, _late_goodbye(8), "still has"),
     "leave the forks of the lost": Mutation(
         RRefContext,
         "remove_lost",
