@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_frames import needs_entries
 
 import torchestra as dist
-from torchestra.communicator.entries import MESSAGES, SERVED, EntryToMake
+from torchestra.communicator.entries import MESSAGES, SERVED, LazyEntry
 from torchestra.engine.operations import Collective, Parameter, Shape
 from torchestra.types import ReduceOp
 from worlds import run
@@ -218,7 +218,7 @@ def outcome_of(communicator: Any, case: Case) -> Any:
 @contextmanager
 def without_entries(communicator: Any) -> Iterator[None]:
     entries = {name: vars(communicator).pop(name) for name in (*ROWS, *MESSAGES)}
-    assert {type(entry) for entry in entries.values()} <= {type(len), EntryToMake}
+    assert {type(entry) for entry in entries.values()} <= {type(len), LazyEntry}
     try:
         yield
     finally:

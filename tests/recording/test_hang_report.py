@@ -196,4 +196,4 @@ def test_where_none_is_known_to_be_late_silent_hosts_are() -> None:
     reports = [HostReport(facts=(RankFacts(0, "h1"), here)), HostReport(facts=(silent,))]
     assert late_elsewhere(reports) == (["other hosts"], (2,))
     assert late_elsewhere([reports[0]._replace(missing=(1,)), reports[1]]) == (["rank 1 on host h1"], (1,))
-    assert late_elsewhere(reports[:1]) == ([], ())
+    assert late_elsewhere(reports, late_here=(0,)) == late_elsewhere(reports[:1]) == ([], ())

@@ -411,10 +411,9 @@ SERVICES: dict[str, Any] = {
 CHOICES: dict[str, Any] = {**arena.CHOICES, **stores.CHOICES, "looks who waits": _known_joiners}
 
 
-def _tidy(*tasks: Callable[[], object]) -> None:
+def _tidy(task: Callable[[], object]) -> None:
     """Do at once what a thread does later."""
-    for task in tasks:
-        task()
+    task()
 
 
 _TIME = SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: 0.0)

@@ -129,7 +129,7 @@ class Entries:
         self.access = access
         self._communicator = communicator
         for method in (*_SERVED, *MESSAGES):
-            vars(communicator)[method] = EntryToMake(self, communicator, method)
+            vars(communicator)[method] = LazyEntry(self, communicator, method)
 
     def close(self) -> None:
         """Have every call go the general way, also calls of builtins that the program has kept."""
@@ -141,7 +141,7 @@ class Entries:
                 vars(communicator).pop(method, None)
 
 
-class EntryToMake:
+class LazyEntry:
     """Stand in the place of an entry until it is first called, and make it then."""
 
     __slots__ = ("_communicator", "_entries", "_made", "_method")

@@ -88,8 +88,8 @@ def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
     me = group.rank()
     sent = [index for index, item in enumerate(items) if me in item.sources]
     targets = sorted({rank for index in sent for rank in items[index].targets})
-    count = sum(tensor.nbytes for index in sent for tensor in apart[index][1])
-    slots = staging.Slots(group, len(targets) if count >= staging.MIN_BLOCKS * BLOCK_BYTES else 0)
+    nbytes = sum(tensor.nbytes for index in sent for tensor in apart[index][1])
+    slots = staging.Slots(group, len(targets) if nbytes >= staging.MIN_BLOCKS * BLOCK_BYTES else 0)
     skeletons = {index: apart[index][0] for index in sent if items[index].sources[0] == me}
     told: list[_Told] = gathered(group, _Told(skeletons, slots.offset, targets))
     of_item = _joined([each.skeletons for each in told])

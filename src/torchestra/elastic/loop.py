@@ -30,7 +30,7 @@ from torchestra.elastic.randomness import epoch_order, seed_all
 from torchestra.elastic.shard import Shard
 from torchestra.elastic.shard_sum import ShardSum
 from torchestra.elastic.shard_tree import assign
-from torchestra.elastic.state import Head, State, Synced
+from torchestra.elastic.state import State, StateSummary, Synced
 from torchestra.elastic.units import Units
 from torchestra.errors import DistError, GroupAbortedError, InvalidArgumentError, RankExcludedError, shown
 from torchestra.process_group import ProcessGroup
@@ -217,7 +217,7 @@ class _Loop:
             if any(_lacks_update(told[self.group.rank()], other) for other in told):
                 self._make_update()
             step, told = self.state.step, self._tell()
-        synced = self.state.sync(self.group, [each.head for each in told])
+        synced = self.state.sync(self.group, [each.summary for each in told])
         self.state.trains = True
         self._transfer.reset()
         self.sum.use(self.group)
@@ -230,26 +230,26 @@ class _Loop:
     def _tell(self) -> list[_Told]:
         """Tell the others how far this rank is, and return what each tells."""
         summed = self.state.step if self.sum.reduced else None
-        return gathered(self.group, _Told(self.state.head(), summed, self.sum.done))
+        return gathered(self.group, _Told(self.state.summary(), summed, self.sum.done))
 
 
 class _Told(NamedTuple):
     """Hold what a rank says of itself after a change of members.
 
     Attributes:
-        head: of its state.
+        summary: of its state.
         summed: the step of its state, if it has the sum for that step's update.
         done: the shards of its step that it has computed.
     """
 
-    head: Head
+    summary: StateSummary
     summed: int | None
     done: frozenset[int]
 
 
 def _lacks_update(one: _Told, other: _Told) -> bool:
     """Return whether one rank has the sum for an update that the other one has made."""
-    return one.summed is not None and other.head.step == one.summed + 1
+    return one.summed is not None and other.summary.step == one.summed + 1
 
 
 def _trained(state: State) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ _AT_ONCE_BYTES = 64 << 20
 _AT_ONCE_BETWEEN_HOSTS_BYTES = 4 << 20
 
 
-class Head(NamedTuple):
+class StateSummary(NamedTuple):
     """Hold what a rank says of its state.
 
     Attributes:
@@ -186,7 +186,7 @@ class State:
         self._valid, self.filled = True, None
 
     @torch.no_grad()
-    def sync(self, group: ProcessGroup | None = None, heads: list[Head] | None = None) -> Synced:
+    def sync(self, group: ProcessGroup | None = None, summaries: list[StateSummary] | None = None) -> Synced:
         """Bring all ranks of a group to the newest state that one of them has. Must be called by all.
 
         To be called before the first step, and whenever the members have changed. Ranks that have no state,
@@ -198,7 +198,7 @@ class State:
 
         Args:
             group: default: the default group.
-            heads: what :meth:`head` returns on each rank, where the package has told them already.
+            summaries: what :meth:`summary` returns on each rank, where the package has told them already.
 
         Raises:
             GroupAbortedError: a rank died meanwhile. Shrink the group, and call this again in the new one.
@@ -212,39 +212,41 @@ class State:
                 " must make, so that a death within one loses nothing"
             )
         restored = None
-        heads = heads or gathered(member, self.head())
-        if lost := self._lost(heads):
-            if all(head.checkpoint is None for head in heads):
+        summaries = summaries or gathered(member, self.summary())
+        if lost := self._lost(summaries):
+            if all(summary.checkpoint is None for summary in summaries):
                 raise DistError(lost)
             self._valid, self.filled = False, None
-            heads = gathered(member, self.head())
-        if all(head.step is None for head in heads):
-            restored = self._begin(member, heads, lost)
-            heads = gathered(member, self.head())
-        newest = max(head.step for head in heads if head.step is not None and head.whole)
-        sources = tuple(rank for rank, head in enumerate(heads) if head.step == newest and head.whole)
-        behind = tuple(rank for rank in range(len(heads)) if rank not in sources)
-        count = self._redistribute(member, heads, sources, behind, newest)
+            summaries = gathered(member, self.summary())
+        if all(summary.step is None for summary in summaries):
+            restored = self._begin(member, summaries, lost)
+            summaries = gathered(member, self.summary())
+        newest = max(summary.step for summary in summaries if summary.step is not None and summary.whole)
+        sources = tuple(
+            rank for rank, summary in enumerate(summaries) if summary.step == newest and summary.whole
+        )
+        behind = tuple(rank for rank in range(len(summaries)) if rank not in sources)
+        count = self._redistribute(member, summaries, sources, behind, newest)
         return Synced(newest, count, sources, behind, restored, time.perf_counter() - began)
 
-    def head(self) -> Head:
+    def summary(self) -> StateSummary:
         """Return what this rank says of its state: the package calls it."""
         held = tuple(each.held for each in self._sharded)
         newest = None
         if self.checkpoints is not None and (self._sharded or not self._valid or self.filled is not None):
             newest = self.checkpoints.newest_step()
         units = None if self.units is None else (self.units.digest, self.units.bytes)
-        return Head(
+        return StateSummary(
             self.newest_step, newest, held, self._valid and self._partial, self.filled, units, self.trains
         )
 
-    def _begin(self, group: ProcessGroup, heads: list[Head], lost: str) -> str | None:
+    def _begin(self, group: ProcessGroup, summaries: list[StateSummary], lost: str) -> str | None:
         """Read the newest checkpoint on one rank, or begin with what there is; return the checkpoint's name.
 
         Raises:
             DistError: there is none that is whole, and the state is ``lost``.
         """
-        first = max(range(len(heads)), key=lambda rank: (heads[rank].checkpoint or 0, -rank))
+        first = max(range(len(summaries)), key=lambda rank: (summaries[rank].checkpoint or 0, -rank))
         restored = self._restore(bool(lost)) if group.rank() == first else None
         told: list[str | None] = gathered(group, restored)
         restored = told[first]
@@ -255,7 +257,7 @@ class State:
     def _redistribute(
         self,
         group: ProcessGroup,
-        heads: list[Head],
+        summaries: list[StateSummary],
         sources: tuple[int, ...],
         behind: tuple[int, ...],
         newest: int,
@@ -265,8 +267,8 @@ class State:
         Returns:
             How many bytes this rank has received.
         """
-        had = [self._holders(index, heads, sources) for index in range(len(self._sharded))]
-        if any(heads[rank].partial for rank in sources):
+        had = [self._holders(index, summaries, sources) for index in range(len(self._sharded))]
+        if any(summaries[rank].partial for rank in sources):
             self._valid = self._valid and self.step == newest  # what it has is written over
             for sharded, holders in zip(self._sharded, had, strict=True):
                 sharded.send_from(holders, group)
@@ -289,10 +291,10 @@ class State:
         self.filling = {}
         if behind:
             values = self._values()
-            if self._moves_units(heads, sources, behind, hosts is not None):
+            if self._moves_units(summaries, sources, behind, hosts is not None):
                 assert self.units is not None
-                self.filling = {rank: heads[rank].filled or 0 for rank in behind}
-                fresh = tuple(rank for rank in behind if heads[rank].filled is None)
+                self.filling = {rank: summaries[rank].filled or 0 for rank in behind}
+                fresh = tuple(rank for rank in behind if summaries[rank].filled is None)
                 if fresh:
                     items.append(Item(self.units.others(values, last=False), sources, fresh, whole=False))
             else:
@@ -327,37 +329,47 @@ class State:
         return fetched.bytes
 
     def _moves_units(
-        self, heads: list[Head], sources: tuple[int, ...], behind: tuple[int, ...], over_hosts: bool
+        self,
+        summaries: list[StateSummary],
+        sources: tuple[int, ...],
+        behind: tuple[int, ...],
+        over_hosts: bool,
     ) -> bool:
         """Return whether ranks that are behind get their units while the others train; all find the same."""
-        first = heads[sources[0]]
+        first = summaries[sources[0]]
         if first.units is None or not first.trains or self._sharded:
             return False
-        if any(head.units is None or head.units[0] != first.units[0] for head in heads):
+        if any(summary.units is None or summary.units[0] != first.units[0] for summary in summaries):
             return False
-        filling = [rank for rank in behind if heads[rank].filled is not None]
-        if any(heads[rank].step != (first.step if rank in filling else None) for rank in behind):
+        filling = [rank for rank in behind if summaries[rank].filled is not None]
+        if any(summaries[rank].step != (first.step if rank in filling else None) for rank in behind):
             return False
         limit = _AT_ONCE_BETWEEN_HOSTS_BYTES if over_hosts else _AT_ONCE_BYTES
         return bool(filling) or first.units[1] > limit
 
-    def _holders(self, index: int, heads: list[Head], sources: tuple[int, ...]) -> Holders:
+    def _holders(self, index: int, summaries: list[StateSummary], sources: tuple[int, ...]) -> Holders:
         """Return the ranks that have the newest part of each parameter of a sharded optimizer."""
         return [
-            [rank for rank in sources if number in heads[rank].held[index]]
+            [rank for rank in sources if number in summaries[rank].held[index]]
             for number in range(len(self._sharded[index].sizes))
         ]
 
-    def _lost(self, heads: list[Head]) -> str:
+    def _lost(self, summaries: list[StateSummary]) -> str:
         """Return what of the newest state no rank has any more; "" if nothing, or if no rank has a state."""
-        steps = [head.step for head in heads if head.step is not None and head.whole]
-        if not steps and (left := [rank for rank, head in enumerate(heads) if head.filled is not None]):
+        steps = [summary.step for summary in summaries if summary.step is not None and summary.whole]
+        if not steps and (
+            left := [rank for rank, summary in enumerate(summaries) if summary.filled is not None]
+        ):
             return (
                 f"elastic.State: the state is lost: all ranks that had it whole are gone, while {named(left)}"
                 " still got parts of it. Give elastic.State checkpoints"
             )
-        sources = tuple(rank for rank, head in enumerate(heads) if head.whole and head.step == max(steps))
-        had = [each for index in range(len(self._sharded)) for each in self._holders(index, heads, sources)]
+        sources = tuple(
+            rank for rank, summary in enumerate(summaries) if summary.whole and summary.step == max(steps)
+        )
+        had = [
+            each for index in range(len(self._sharded)) for each in self._holders(index, summaries, sources)
+        ]
         count = sum(not each for each in had)
         if not sources or count == 0:
             return ""

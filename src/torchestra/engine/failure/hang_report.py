@@ -35,15 +35,18 @@ def host_report(
     return HostReport((f"\nhost {view.host}:" if view.host else "") + "".join(lines), tuple(facts))
 
 
-def late_elsewhere(elsewhere: Sequence[HostReport]) -> tuple[list[str], tuple[int, ...]]:
+def late_elsewhere(
+    elsewhere: Sequence[HostReport], late_here: Collection[int] = ()
+) -> tuple[list[str], tuple[int, ...]]:
     """Return the names and numbers of ranks of other hosts that have not come to an operation.
 
-    Where no rank is known to be missing, they are the ranks of the hosts that do not answer.
+    Where no rank is known to be late, nor any of this host, they are those of the hosts that do not answer.
     """
     if late := [each for host in elsewhere for each in host.facts if each.rank in host.missing]:
         names = [f"rank {each.rank} on host {each.host}" for each in late]
     else:
-        late = [each for host in elsewhere for each in host.facts if each.presence == "silent"]
+        silent = [each for host in elsewhere for each in host.facts if each.presence == "silent"]
+        late = [] if late_here else silent
         names = ["other hosts"] if late else []
     return names, tuple(each.rank for each in late)
 

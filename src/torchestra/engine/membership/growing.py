@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from torchestra.engine.membership.admission import (
@@ -202,8 +203,8 @@ class GrowingEpochEntry(Generic[E]):
         if ballot.proposer == self._registers.rank:
             with contextlib.suppress(DistError, OSError):  # another member tells them
                 admission.write_verdict(ballot.key, COMMITTED)
-            tidy_later(lambda: admission.remove_offers(self._growth.terms.generation))
+            tidy_later(partial(admission.remove_offers, self._growth.terms.generation))
         else:  # the proposer may have died
-            tidy_later(lambda: admission.write_verdict(ballot.key, COMMITTED))
+            tidy_later(partial(admission.write_verdict, ballot.key, COMMITTED))
         keys = admission.meeting(ballot.key)
         return GrownGroup(self._entry.entered, keys, self._offer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import Generic
 
 from torchestra.engine.membership.admission import COMMITTED, VOID, Admission, Invitation, JoinRequest, Offer
@@ -62,7 +63,7 @@ class Joiner(Generic[E]):
             with contextlib.suppress(DistError, OSError):
                 self._admission.forget(self._request)
             raise
-        tidy_later(lambda: self._admission.forget(self._request))
+        tidy_later(partial(self._admission.forget, self._request))
         return grown
 
     def _step(self) -> GrownGroup[E] | None:

@@ -285,7 +285,7 @@ class RankContext:
         if self.host and not late and self._await_abort():
             return self.aborted()  # the rank that waits for other hosts has asked them
         here, elsewhere = self.to_group_ranks(late), self.ask_elsewhere()
-        names, missing = late_elsewhere(elsewhere)
+        names, missing = late_elsewhere(elsewhere, here)
         if here:
             names, missing = [named(here) + self._here(), *names], here + missing
         who = f"{', '.join(names)} had not arrived" if names else "all ranks had arrived"

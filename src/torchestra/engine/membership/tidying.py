@@ -17,17 +17,16 @@ from torchestra.system.limits import start_thread
 _DELAY_S = 0.25
 
 
-def tidy_later(*tasks: Callable[[], object]) -> None:
-    """Carry out tasks in a while, in a thread; they may be left out, as where the store is gone by then."""
-    thread = threading.Thread(target=_tidy, args=(_DELAY_S, tasks), name="torchestra-tidying", daemon=True)
+def tidy_later(task: Callable[[], object]) -> None:
+    """Carry out a task in a while, in a thread; it may be left out, as where the store is gone by then."""
+    thread = threading.Thread(target=_tidy, args=(_DELAY_S, task), name="torchestra-tidying", daemon=True)
     try:
         start_thread(thread)
     except DistError:  # there is no room for a thread
-        _tidy(0.0, tasks)
+        _tidy(0.0, task)
 
 
-def _tidy(delay_s: float, tasks: tuple[Callable[[], object], ...]) -> None:
+def _tidy(delay_s: float, task: Callable[[], object]) -> None:
     time.sleep(delay_s)
-    for task in tasks:
-        with contextlib.suppress(DistError, OSError):
-            task()
+    with contextlib.suppress(DistError, OSError):
+        task()
