@@ -141,6 +141,12 @@ def eager_broadcast(engine: LocalEngine, turn: int, length: int = DIRECT) -> boo
     return torch.equal(tensor, values(0, turn, length))
 
 
+def awaited_broadcast(engine: LocalEngine, turn: int) -> bool:
+    """All others look for rank 0 before it begins."""
+    time.sleep(0.0005 * (engine.rank == 0))
+    return eager_broadcast(engine, turn)
+
+
 def inline_broadcast(engine: LocalEngine, turn: int) -> bool:
     """Return what is broadcast lies beside the flag."""
     return eager_broadcast(engine, turn, 4)
@@ -226,8 +232,9 @@ def stress(turn: Turn, rule: Rule | None) -> int:
 
 
 def check(turn: Turn, rule: Rule) -> None:
+    """Whether ranks meet where the broken rule shows depends on what else the machine does: it has five tries."""
     assert stress(turn, None) == 0
-    assert stress(turn, rule) > 0, "the stress does not notice that the rule is broken"
+    assert any(stress(turn, rule) for _ in range(5)), "the stress does not notice that the rule is broken"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +244,7 @@ def check(turn: Turn, rule: Rule) -> None:
         chunked_all_reduce,
         direct_all_reduce_iovec,
         short_all_gather,
-        eager_broadcast,
+        awaited_broadcast,
         exchange,
         reduce_scatter,
     ],
@@ -337,4 +344,4 @@ def test_a_fingerprint_stays_until_all_have_compared_it() -> None:
     barrier = edited(move.barrier)
     assert run("threads", 3, false_mismatches, barrier) == [0] * 3
     with broken(Rule.SEVERAL_LINES):
-        assert sum(run("threads", 3, false_mismatches, barrier)) > 0
+        assert any(sum(run("threads", 3, false_mismatches, barrier)) for _ in range(5))

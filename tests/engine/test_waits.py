@@ -117,7 +117,8 @@ def test_a_rank_looks_for_sleepers_after_it_has_written() -> None:
     barrier, gate = edited(move.barrier), threading.Barrier(2)
     assert max(run("threads", 2, longest_barrier, barrier, POLL_INTERVAL, 100, gate)) < POLL_INTERVAL
     with broken(Rule.WRITE_BEFORE_LOOKING_FOR_SLEEPERS):
-        assert max(run("threads", 2, longest_barrier, barrier, 0.04, 100, gate)) >= 0.04
+        longest = (max(run("threads", 2, longest_barrier, barrier, 0.04, 100, gate)) for _ in range(5))
+        assert any(seconds >= 0.04 for seconds in longest)
 
 
 def counted_sleepers(rounds: int) -> tuple[Arena, int]:
