@@ -1,11 +1,13 @@
 """Time what happens while a rank joins a training, by phase: `python -m benchmarks.join_phases`.
 
-    python -m benchmarks.join_phases [--nproc 4] [--joins 6] [--state-mb 100] [--step-ms 60]
+    python -m benchmarks.join_phases [--nproc 4] [--joins 6] [--state-mb 100] [--model-mb 0] [--step-ms 60]
 
 Runs tools/chaos_training.py under ``torchestra run --elastic``, kills a rank now and then, and prints for
 each phase of its replacement's joining how long it takes, and how long a core works for it: medians over all
 joins, of the ranks that were there and of the one that joins. A pause is from a step's end until the next
 step may begin. Where there are fewer cores than ranks, the work of all together is what makes it long.
+Parameters and what the optimizer keeps of them (``--model-mb``, three times as much with it) come to the new
+rank in the steps that follow; what the others wait for that in a step is told too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchestra.elastic import fetching, loop, membership, shard_sum, state
+from torchestra.elastic import fetching, incremental, loop, membership, shard_sum, state
 from torchestra.launcher.membership_file import read_membership
 from torchestra.process_group import growing
 
@@ -43,6 +45,11 @@ _PHASES: dict[str, tuple[Any, str]] = {
     "      move its blocks": (fetching._Exchange, "_move"),
     "    new buffers for gradients": (shard_sum.ShardSum, "use"),
     "the end of the first step: reduce and update": (loop._Loop, "_finish_step"),
+}
+_OFFER, _SENT = "offer parameters", "wait until they have gone"
+_SENDING: dict[str, tuple[Any, str]] = {
+    _OFFER: (incremental.IncrementalTransfer, "_offer"),
+    _SENT: (incremental.IncrementalTransfer, "finish"),
 }
 _LIMIT_S, _POLL_S = 120.0, 0.05
 
@@ -72,7 +79,7 @@ def record(folder: Path) -> None:
 
         return timed
 
-    for name, (owner, attribute) in _PHASES.items():
+    for name, (owner, attribute) in {**_PHASES, **_SENDING}.items():
         setattr(owner, attribute, recorded(name, getattr(owner, attribute)))
 
 
@@ -87,7 +94,8 @@ def train() -> None:
 def job_of(options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
     """Start the training."""
     limits = ["--nproc", str(options.nproc), "--elastic", f"1:{options.nproc}"]
-    size = ["--steps", "1000000", "--state-mb", str(options.state_mb), "--step-ms", str(options.step_ms)]
+    size = ["--steps", "1000000", "--step-ms", str(options.step_ms)]
+    size += ["--state-mb", str(options.state_mb), "--model-mb", str(options.model_mb)]
     command = [sys.executable, "-m", "torchestra", "run", *limits, __file__, str(folder), *size]
     with open(folder / "output", "wb") as output:
         root = str(Path(__file__).resolve().parent.parent)  # for `tools` and `benchmarks`
@@ -175,6 +183,22 @@ def table(spans: dict[int, list[Span]], joined: list[int]) -> Iterator[str]:
             both = found[name, joins]
             cells += [f"{statistics.median(each) * 1e3:.1f}" for each in zip(*both, strict=True)] or ["", ""]
         yield f"| {name.replace('  ', '&emsp;')} | {' | '.join(cells)} |"
+    if waits := list(waits_of(spans)):
+        middle, most = statistics.median(waits) * 1e3, max(waits) * 1e3
+        steps = len(waits) / len(pauses)
+        yield f"\nin each of {steps:.1f} steps after a join a rank that sends works and waits {middle:.1f} ms, {most:.1f} at most"
+
+
+def waits_of(spans: dict[int, list[Span]]) -> Iterator[float]:
+    """Yield for each rank and step in which it sends parameters how long that keeps it."""
+    for own in spans.values():
+        offered = 0.0
+        for span in own:
+            if span.phase == _OFFER:
+                offered += span.ended - span.began
+            elif span.phase == _SENT and offered:
+                yield offered + span.ended - span.began
+                offered = 0.0
 
 
 def main() -> None:
@@ -183,6 +207,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument("--joins", type=int, default=6)
     parser.add_argument("--state-mb", type=float, default=100.0, help="of state beside the small model")
+    parser.add_argument("--model-mb", type=float, default=0.0, help="of further parameters")
     parser.add_argument("--step-ms", type=float, default=60.0, help="the least time of a step")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="torchestra-joins-"))

@@ -33,7 +33,7 @@ class Losses(transformers.TrainerCallback):
         self.losses += [logs["loss"]] if "loss" in logs else []
 
 
-def main():
+def main(folder):
     transformers.set_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -46,7 +46,7 @@ def main():
         )
     )
     arguments = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=folder,
         use_cpu=True,
         ddp_backend="gloo",
         per_device_train_batch_size=4,
@@ -79,4 +79,5 @@ def main():
         print("RESULT", json.dumps(result))
 
 
-main()
+with tempfile.TemporaryDirectory() as made:
+    main(made)
