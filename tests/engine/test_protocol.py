@@ -232,7 +232,7 @@ def stress(turn: Turn, rule: Rule | None) -> int:
 
 
 def check(turn: Turn, rule: Rule) -> None:
-    """Whether ranks meet where the broken rule shows depends on what else the machine does: it has five tries."""
+    """Whether a broken rule shows depends on what else the machine does: it has five tries."""
     assert stress(turn, None) == 0
     assert any(stress(turn, rule) for _ in range(5)), "the stress does not notice that the rule is broken"
 
