@@ -186,7 +186,7 @@ def table(spans: dict[int, list[Span]], joined: list[int]) -> Iterator[str]:
     if waits := list(waits_of(spans)):
         middle, most = statistics.median(waits) * 1e3, max(waits) * 1e3
         steps = len(waits) / len(pauses)
-        yield f"\nin each of {steps:.1f} steps then a rank that sends is kept {middle:.1f} ms, {most:.1f} at most"
+        yield f"\nin each of {steps:.1f} steps then a sender is kept {middle:.1f} ms, {most:.1f} at most"
 
 
 def waits_of(spans: dict[int, list[Span]]) -> Iterator[float]:
