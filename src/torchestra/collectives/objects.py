@@ -113,7 +113,7 @@ def broadcast_object_list(
         packed = PackedObjects.arriving(block)[0] if own is None else own
         error = _failure({root: packed}, error, member, name)
         if error is None:
-            if packed.rest.numel():
+            if packed.has_rest:
                 communicator.broadcast(packed.rest, root)
             for buffer in packed.buffers if is_source else packed.expect_buffers():
                 communicator.broadcast(buffer, root)
@@ -207,7 +207,7 @@ def send_object_list(
     send = member.communicator.send
     send(packed.block(), rank)
     with member.communicator.queue.abort_on_error(name):
-        if packed.rest.numel():
+        if packed.has_rest:
             send(packed.rest, rank)
         for buffer in packed.buffers:
             send(buffer, rank)
@@ -243,7 +243,7 @@ def recv_object_list(
     source = receive(block, source)
     with member.communicator.queue.abort_on_error(name):
         packed, _ = PackedObjects.arriving(block)
-        if packed.rest.numel():
+        if packed.has_rest:
             receive(packed.rest, source)
         for buffer in packed.expect_buffers():
             receive(buffer, source)
@@ -273,11 +273,11 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
     with communicator.queue.abort_on_error(name):
         blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)
         communicator.all_gather_into_tensor(blocks, own.block())
-        arrived = [PackedObjects.arriving(block) for block in blocks]
+        arrived = PackedObjects.all_arriving(blocks)
         all_packed = [packed for packed, _ in arrived]
         error = _failure(dict(enumerate(all_packed)), error, member, name)
         if error is None:
-            if any(packed.rest.numel() for packed in all_packed):
+            if any(packed.has_rest for packed in all_packed):
                 move(_rest)
             if receives:
                 for packed in all_packed:
@@ -298,7 +298,7 @@ def _buffer(index: int, packed: PackedObjects) -> torch.Tensor:
 
 
 def _blocks(all_packed: list[PackedObjects]) -> list[torch.Tensor]:
-    more = int(any(packed.rest.numel() for packed in all_packed))
+    more = int(any(packed.has_rest for packed in all_packed))
     more += 2 * max(len(packed.buffers) for packed in all_packed)
     return [packed.block(more) for packed in all_packed]
 

@@ -11,19 +11,20 @@ and as much of the stream as fits, so that small objects need one message of a s
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchestra.errors import UnpicklableObjectError
 from torchestra.tensors.serialization import OutOfBand, deserialize, serialize
 
 BLOCK_BYTES = 1024
-_HEAD_WORDS = 4
-_INLINE_BYTES = BLOCK_BYTES - 8 * _HEAD_WORDS
+_HEAD = struct.Struct("4q")
+_COUNTS = struct.Struct("2q")  # with which the index begins
+_INLINE_BYTES = BLOCK_BYTES - _HEAD.size
 # Below, a copy costs less than an operation for this buffer alone.
 _LARGE_BYTES = 32 << 10
 _MAX_REASON = 400  # characters of the error of pickling
@@ -55,7 +56,7 @@ class PackedObjects:
         failed: whether the sender could not pickle its objects; the stream then holds the reason.
     """
 
-    stream: torch.Tensor
+    stream: bytearray
     buffers: list[torch.Tensor]
     failed: bool = False
 
@@ -84,61 +85,71 @@ class PackedObjects:
             buffers += map(_as_tensor, outside)
             sizes += (sum(map(len, pieces)), len(outside))
         index = [len(objects), len(buffers), *sizes, *(buffer.numel() for buffer in buffers)]
-        stream = bytearray().join((np.array(index, dtype=np.int64).tobytes(), *data))
-        return cls(torch.frombuffer(stream, dtype=torch.uint8), buffers)
+        return cls(bytearray().join((struct.pack(f"{len(index)}q", *index), *data)), buffers)
 
     @classmethod
     def failure(cls, reason: BaseException) -> PackedObjects:
         """Make the message that is sent in offset of objects that could not be pickled."""
-        text = one_line(reason).encode()[:_INLINE_BYTES]
-        return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8), [], failed=True)
+        return cls(bytearray(one_line(reason).encode()[:_INLINE_BYTES]), [], failed=True)
+
+    @property
+    def has_rest(self) -> bool:
+        """Return whether a part of the stream is not in the block."""
+        return len(self.stream) > _INLINE_BYTES
 
     @property
     def rest(self) -> torch.Tensor:
         """Return the part of the stream that is not in the block; may be empty."""
-        return self.stream[_INLINE_BYTES:]
+        if not self.has_rest:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.stream, dtype=torch.uint8, offset=_INLINE_BYTES)
 
     def block(self, more: int = 0) -> torch.Tensor:
         """Return the first bytes to be sent."""
-        head = Head(int(self.failed), self.stream.numel(), len(self.buffers), more)
-        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        block[: 8 * _HEAD_WORDS] = torch.from_numpy(np.array(head, dtype=np.int64).view(np.uint8))
+        block = bytearray(BLOCK_BYTES)
+        _HEAD.pack_into(block, 0, self.failed, len(self.stream), len(self.buffers), more)
         inline = self.stream[:_INLINE_BYTES]
-        block[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + inline.numel()] = inline
-        return block
+        block[_HEAD.size : _HEAD.size + len(inline)] = inline
+        return torch.frombuffer(block, dtype=torch.uint8)
 
     @classmethod
     def arriving(cls, block: torch.Tensor) -> tuple[PackedObjects, Head]:
         """Begin to receive objects whose block has come; the caller fills ``rest``, then the buffers."""
-        head = Head(*block[: 8 * _HEAD_WORDS].numpy().view(np.int64).tolist())
-        stream = torch.empty(head.stream, dtype=torch.uint8)
-        inline = stream[:_INLINE_BYTES]
-        inline.copy_(block[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + inline.numel()])
-        return cls(stream, [], bool(head.failed)), head
+        return cls.all_arriving(block)[0]
+
+    @classmethod
+    def all_arriving(cls, blocks: torch.Tensor) -> list[tuple[PackedObjects, Head]]:
+        """Do as :meth:`arriving` for several blocks, one after the other in a tensor."""
+        memory, found = blocks.numpy().data.cast("B"), []
+        for start in range(0, len(memory), BLOCK_BYTES):
+            head = Head(*_HEAD.unpack_from(memory, start))
+            first = start + _HEAD.size
+            stream = bytearray(memory[first : first + min(head.stream, _INLINE_BYTES)])
+            if head.stream > _INLINE_BYTES:
+                stream += bytes(head.stream - _INLINE_BYTES)
+            found.append((cls(stream, [], bool(head.failed)), head))
+        return found
 
     def expect_buffers(self) -> list[torch.Tensor]:
         """Make room for the buffers, now that the whole stream is here."""
         if self:
-            objects, buffers = self._words(2)
-            lengths = self._words(2 + 2 * objects + buffers)[2 + 2 * objects :]
+            *_, lengths = self._index()
             self.buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
         return self.buffers
 
     @property
     def reason(self) -> str:
         """Return why it failed."""
-        return self.stream.numpy().tobytes().decode(errors="replace")
+        return self.stream.decode(errors="replace")
 
     def __bool__(self) -> bool:
         """Return whether anything came; in a fake world nothing does."""
-        return self.stream.numel() > 0
+        return bool(self.stream)
 
     def objects(self) -> list[object]:
         """Return the objects, each an :class:`Unreadable` where it cannot be unpickled."""
-        objects, buffers = self._words(2)
-        sizes = self._words(2 + 2 * objects)[2:]
-        memory = self.stream.numpy().data
-        offset, used, found = 8 * (2 + 2 * objects + buffers), 0, []
+        offset, sizes, _ = self._index()
+        memory, used, found = memoryview(self.stream), 0, []
         for length, count in zip(sizes[::2], sizes[1::2], strict=True):
             own = [buffer.untyped_storage() for buffer in self.buffers[used : used + count]]
             try:
@@ -148,9 +159,11 @@ class PackedObjects:
             offset, used = offset + length, used + count
         return found
 
-    def _words(self, number: int) -> list[int]:
-        words: list[int] = self.stream[: 8 * number].numpy().view(np.int64).tolist()
-        return words
+    def _index(self) -> tuple[int, Sequence[int], Sequence[int]]:
+        """Return where the data begin, what the index says of each object, and the buffers' lengths."""
+        objects, buffers = _COUNTS.unpack_from(self.stream)
+        words = struct.unpack_from(f"{2 * objects + buffers}q", self.stream, _COUNTS.size)
+        return _COUNTS.size + 8 * len(words), words[: 2 * objects], words[2 * objects :]
 
 
 def one_line(error: BaseException) -> str:
