@@ -34,6 +34,7 @@ from torchestra.launcher.membership_file import read_membership
 from torchestra.process_group import growing
 
 _PAUSE = "the pause: all until the next step"
+_STEP = "the end of the first step: reduce and update"
 _PHASES: dict[str, tuple[Any, str]] = {
     _PAUSE: (loop._Loop, "_admit"),
     "  a new group": (membership.Members, "grow"),
@@ -44,7 +45,7 @@ _PHASES: dict[str, tuple[Any, str]] = {
     "    fetch the state": (state, "fetch"),
     "      move its blocks": (fetching._Exchange, "_move"),
     "    new buffers for gradients": (shard_sum.ShardSum, "use"),
-    "the end of the first step: reduce and update": (loop._Loop, "_finish_step"),
+    _STEP: (loop._Loop, "_finish_step"),
 }
 _OFFER, _SENT = "offer parameters", "wait until they have gone"
 _SENDING: dict[str, tuple[Any, str]] = {
@@ -183,6 +184,8 @@ def table(spans: dict[int, list[Span]], joined: list[int]) -> Iterator[str]:
             both = found[name, joins]
             cells += [f"{statistics.median(each) * 1e3:.1f}" for each in zip(*both, strict=True)] or ["", ""]
         yield f"| {name.replace('  ', '&emsp;')} | {' | '.join(cells)} |"
+    ends = [span.ended - span.began for own in spans.values() for span in own if span.phase == _STEP]
+    yield f"\nthe same in any step: {statistics.median(ends) * 1e3:.1f} ms"
     if waits := list(waits_of(spans)):
         middle, most = statistics.median(waits) * 1e3, max(waits) * 1e3
         steps = len(waits) / len(pauses)

@@ -12,6 +12,8 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 
 _ALIGNMENT = 64  # bytes: where a tensor begins, and a rank's share
+_MOST_RANKS = 64  # that a buffer has padding for, in case the group grows
+_RENEWED_BYTES = 32 << 20  # in a step
 
 
 class Slot(NamedTuple):
@@ -65,18 +67,40 @@ class FlatBuffer:
     """Hold a buffer of a layout.
 
     Attributes:
-        flat: the whole, padded.
+        group_name: the group in whose memory it is, as far as its ranks share any.
+        flat: the whole, padded for a number of ranks; the padding is 0.
         views: its parts, by slot.
     """
 
-    __slots__ = ("flat", "views")
+    __slots__ = ("_layout", "_memory", "_touched", "flat", "group_name", "views")
 
     def __init__(self, layout: FlatLayout, group: ProcessGroup) -> None:
-        self.flat = shared(layout.padded(group.size()), layout.dtype, layout.device, group).zero_()
-        self.views = layout.views(self.flat)
+        self.group_name = group.group_name
+        self._layout = layout
+        capacity = layout.padded(max(group.size(), _MOST_RANKS))
+        self._memory = _shared(capacity, layout.dtype, layout.device, group)
+        self._touched = 0
+        self.flat = self._memory
+        self.views = layout.views(self._memory)
+
+    def pad(self, ranks: int) -> bool:
+        """Have the buffer be for so many ranks; return whether it is long enough."""
+        length = self._layout.padded(ranks)
+        if length > len(self._memory):
+            return False
+        self.flat = self._memory[:length]
+        self.flat[self._layout.length :].zero_()
+        return True
+
+    def touch(self, nbytes: int) -> bool:
+        """Have the system give memory for so many bytes more; return whether there is memory for all."""
+        end = self._touched + max(1, nbytes // self._memory.itemsize)
+        self._memory[self._touched : end].zero_()
+        self._touched = end
+        return end >= len(self._memory)
 
 
-def shared(length: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+def _shared(length: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
     """Return an uninitialised tensor, which the ranks of the group share if it is of the CPU and fits."""
     if device.type == "cpu":
         try:
@@ -87,25 +111,59 @@ def shared(length: int, dtype: torch.dtype, device: torch.device, group: Process
 
 
 class BufferPool:
-    """Lend buffers of a layout in the memory of one group, and take them back."""
+    """Lend buffers of a layout, and take them back.
 
-    def __init__(self, layout: FlatLayout, group: ProcessGroup) -> None:
+    New memory costs more time than a step (a page fault for every 4 KiB), and all ranks would need it at once
+    when their group has been replaced. So buffers of the group before serve on, which collectives of the new
+    one copy from and to, until :meth:`renew` has replaced them, step by step.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self.group = group
+        self._group: ProcessGroup | None = None
         self._free: list[FlatBuffer] = []
+        self._next: FlatBuffer | None = None
+
+    def use(self, group: ProcessGroup) -> None:
+        """Lend buffers for this group from now on."""
+        self._group, self._next = group, None
+        self._free = [buffer for buffer in self._free if buffer.pad(group.size())]
 
     def take(self) -> FlatBuffer:
         """Return a buffer whose elements are anything; padding is 0."""
-        return self._free.pop() if self._free else FlatBuffer(self.layout, self.group)
+        assert self._group is not None
+        buffer = self._free.pop() if self._free else FlatBuffer(self.layout, self._group)
+        buffer.pad(self._group.size())
+        return buffer
 
     def give_back(self, buffer: FlatBuffer) -> None:
-        """Take a buffer that nothing uses any more; one of another group is forgotten."""
-        if buffer.flat.numel() == self.layout.padded(self.group.size()):
-            self._free.append(buffer)
+        """Take a buffer that nothing uses any more."""
+        assert self._group is not None
+        if buffer.pad(self._group.size()):
+            # Those of the group itself are taken first.
+            self._free.insert(len(self._free) if self._is_own(buffer) else 0, buffer)
 
     def adopt(self, buffer: FlatBuffer) -> FlatBuffer:
-        """Return a buffer of this group with the elements of one that another group had."""
+        """Return a buffer that can serve this group, with the elements of one that is lent."""
+        assert self._group is not None
+        if buffer.pad(self._group.size()):
+            return buffer
         mine = self.take()
-        length = self.layout.length
-        mine.flat[:length].copy_(buffer.flat[:length])
+        mine.flat[: self.layout.length].copy_(buffer.flat[: self.layout.length])
         return mine
+
+    def renew(self) -> None:
+        """Get on with replacing buffers of another group by such as this group's ranks share."""
+        assert self._group is not None
+        if not self._free or self._is_own(self._free[0]) or self.layout.device.type != "cpu":
+            return
+        if self._next is None:
+            self._next = FlatBuffer(self.layout, self._group)
+        if self._next.touch(_RENEWED_BYTES):
+            del self._free[0]
+            self._next.pad(self._group.size())
+            self._free.append(self._next)
+            self._next = None
+
+    def _is_own(self, buffer: FlatBuffer) -> bool:
+        return self._group is not None and buffer.group_name == self._group.group_name

@@ -155,6 +155,8 @@ class _Loop:
         if self._changed:
             self._changed = False
             phases.report("trains")
+        else:
+            self.sum.renew_buffers()
         self.state.save_when_due(self.group)
         if self._transfer.settle(self.group):
             self.sum.begin_step()

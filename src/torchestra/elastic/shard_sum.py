@@ -22,7 +22,7 @@ from torchestra.collectives.functions import (
     all_to_all_single,
     reduce_scatter_tensor,
 )
-from torchestra.elastic.flat_buffers import BufferPool, FlatBuffer, FlatLayout, shared
+from torchestra.elastic.flat_buffers import BufferPool, FlatBuffer, FlatLayout
 from torchestra.elastic.shard_tree import Node, ShardTree
 from torchestra.errors import NotReadyError
 from torchestra.process_group import ProcessGroup
@@ -58,7 +58,7 @@ class ShardSum:
         self._buffers = [*self._floating, *self._others]
         self._before = [each.clone() for each in self._buffers]
         self._layouts = FlatLayout.all_of([*parameters, *self._floating])
-        self._pools: list[BufferPool] = []
+        self._pools = [BufferPool(layout) for layout in self._layouts]
         self._sums: dict[Node, list[FlatBuffer]] = {}
         self._own = _OwnResults(shards, len(parameters), self._others)
         self._result: list[FlatBuffer] = []
@@ -74,10 +74,18 @@ class ShardSum:
         if group is self._group:
             return
         self._group = group
-        self._pools = [BufferPool(layout, group) for layout in self._layouts]
+        if self._result:
+            self._give_back(self._result)
         self._result, self.reduced = [], False
+        for pool in self._pools:
+            pool.use(group)
         for buffers in self._sums.values():
             buffers[:] = [pool.adopt(buffer) for pool, buffer in zip(self._pools, buffers, strict=True)]
+
+    def renew_buffers(self) -> None:
+        """Get on with replacing buffers of a former group; to be called between two steps, now and then."""
+        for pool in self._pools:
+            pool.renew()
 
     def begin_step(self) -> None:
         """Forget all that was computed: the state is that before a step."""
@@ -179,32 +187,45 @@ class ShardSum:
         if group.size() == 1:
             torch.div(mine[0].flat, samples, out=result.flat)
             return result
-        share = self._share([each.flat for each in mine], covers, pool, group)
-        all_gather_into_tensor(result.flat, share.div_(samples), group=group)
+        received = [pool.take() for _ in range(max(map(len, covers)))]
+        try:
+            share = self._share([each.flat for each in mine], covers, received, pool.layout, group)
+            all_gather_into_tensor(result.flat, share.div_(samples), group=group)
+        except BaseException:
+            pool.give_back(result)
+            raise
+        finally:
+            for buffer in received:
+                pool.give_back(buffer)
         return result
 
     def _share(
-        self, mine: list[torch.Tensor], covers: list[list[Node]], pool: BufferPool, group: ProcessGroup
+        self,
+        mine: list[torch.Tensor],
+        covers: list[list[Node]],
+        received: list[FlatBuffer],
+        layout: FlatLayout,
+        group: ProcessGroup,
     ) -> torch.Tensor:
-        """Return this rank's share of the sum over all shards."""
-        size, layout = group.size(), pool.layout
+        """Return this rank's share of the sum over all shards, in memory of ``received``."""
+        size = group.size()
         length = layout.padded(size) // size
         if size == 2 and len(covers[0]) == len(covers[1]) == 1 and layout.dtype in _ADDED_AS_TORCH_DOES:
-            share = shared(length, layout.dtype, layout.device, group)
+            share = received[0].flat[:length]
             reduce_scatter_tensor(share, mine[0], group=group)  # two values have one sum
             return share
         values: dict[Node, torch.Tensor] = {}
-        for turn in range(max(map(len, covers))):
+        for turn, buffer in enumerate(received):
             senders = [rank for rank in range(size) if turn < len(covers[rank])]
-            received = shared(length * len(senders), layout.dtype, layout.device, group)
+            parts = buffer.flat[: length * len(senders)]
             all_to_all_single(
-                received,
-                mine[turn] if turn < len(mine) else received[:0],
+                parts,
+                mine[turn] if turn < len(mine) else parts[:0],
                 [length * (rank in senders) for rank in range(size)],
                 [length * (turn < len(mine))] * size,
                 group=group,
             )
-            for sender, part in zip(senders, received.split(length), strict=True):
+            for sender, part in zip(senders, parts.split(length), strict=True):
                 self.tree.insert(values, covers[sender][turn], part, torch.Tensor.add_)
         return values[self.tree.root]
 
