@@ -1,9 +1,9 @@
 """Bring state from ranks that have it to ranks that want it.
 
 All ranks of the group take part. (1) The first source of each item tells how it is built: its skeleton, which
-has a TensorSpec for each tensor; and each source tells where it puts blocks. (2) Each target says which
-blocks it wants: all, or between hosts those whose checksum differs. Every rank finds the same plan from this.
-(3) Each source sends its share of each target's blocks, straight from and into the tensors: within a host
+has a TensorSpec for each tensor, and with it the bytes of a short item; and each source tells where it puts
+blocks. (2) Each target says which blocks it wants: all, or between hosts those whose checksum differs, but
+none that has come already. Every rank finds the same plan from this. (3) Each source sends its share of each target's blocks, straight from and into the tensors: within a host
 through memory of its own that both address (staging.py), else as messages, all at once. (4) The sources tell
 the checksums of what they sent, through memory together with each block, and a block that arrived otherwise
 is wanted again, from another source.
@@ -31,6 +31,7 @@ from torchestra.errors import DistError, InvalidArgumentError, named
 from torchestra.process_group import ProcessGroup
 
 _MAX_ROUNDS = 4
+_SHORT_BYTES = 64 << 10  # of an item that is told at once: a step of the exchange takes longer
 _HUGE_FROM_BYTES = 4 << 20  # two huge pages, of which one may have its place at an end
 
 
@@ -90,9 +91,9 @@ def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
     targets = sorted({rank for index in sent for rank in items[index].targets})
     nbytes = sum(tensor.nbytes for index in sent for tensor in apart[index][1])
     slots = staging.Slots(group, len(targets) if nbytes >= staging.MIN_BLOCKS * BLOCK_BYTES else 0)
-    skeletons = {index: apart[index][0] for index in sent if items[index].sources[0] == me}
-    told: list[_Told] = gathered(group, _Told(skeletons, slots.offset, targets))
-    of_item = _joined([each.skeletons for each in told])
+    offers = {index: _offer(*apart[index]) for index in sent if items[index].sources[0] == me}
+    told: list[_Told] = gathered(group, _Told(offers, slots.offset, targets))
+    of_item = _joined([each.offers for each in told])
     first = itertools.count()
     moved = [_Moved(group, item, of_item[index], first) for index, item in enumerate(items)]
     refusal = None
@@ -101,16 +102,40 @@ def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
     return _Exchange(group, moved, told).run(refusal)
 
 
+class _Offer(NamedTuple):
+    """Hold what the first source of an item tells of it.
+
+    Attributes:
+        skeleton: how it is built.
+        block: the bytes of its one block, if it is short.
+        checksum: that block's.
+    """
+
+    skeleton: Any
+    block: torch.Tensor | None = None
+    checksum: int = 0
+
+
+def _offer(skeleton: Any, tensors: list[torch.Tensor]) -> _Offer:
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    if not 0 < nbytes <= _SHORT_BYTES:
+        return _Offer(skeleton)
+    (block,) = blocks_of(tensor_specs_of(skeleton))
+    copied = torch.empty(nbytes, dtype=torch.uint8)
+    blocks = TensorBlocks([tensor.contiguous() for tensor in tensors])
+    return _Offer(skeleton, copied, blocks.copy_out(block, copied.data_ptr()))
+
+
 class _Told(NamedTuple):
     """Hold what a rank says before blocks are moved.
 
     Attributes:
-        skeletons: by the item's number, of those that it is the first source of.
+        offers: by the item's number, of those that it is the first source of.
         offset: of its places for blocks, in its heap; None if it has none.
         targets: the ranks that it sends to.
     """
 
-    skeletons: dict[int, Any]
+    offers: dict[int, _Offer]
     offset: int | None
     targets: list[int]
 
@@ -137,14 +162,18 @@ class _Moved:
     Attributes:
         item: as given.
         numbers: of its blocks.
+        is_told: whether the only block was told.
+        lacks: the blocks that this rank wants and has not got; known when it is prepared.
     """
 
-    def __init__(self, group: ProcessGroup, item: Item, skeleton: Any, numbers: Iterator[int]) -> None:
-        self.group, self.item, self.skeleton = group, item, skeleton
-        self.specs = tensor_specs_of(skeleton)
+    def __init__(self, group: ProcessGroup, item: Item, offer: _Offer, numbers: Iterator[int]) -> None:
+        self.group, self.item, self.skeleton = group, item, offer.skeleton
+        self._offer, self.is_told = offer, offer.block is not None
+        self.specs = tensor_specs_of(self.skeleton)
         self._blocks = {next(numbers): block for block in blocks_of(self.specs)}
         self.numbers = list(self._blocks)
         self.sends, self.receives = group.rank() in item.sources, group.rank() in item.targets
+        self.lacks = self.numbers if self.receives else []
         # Between hosts a checksum costs less than the block; through memory it costs more.
         self.compares = group.communicator.engine.hosts is not None
         self._tensors: list[torch.Tensor] = []
@@ -157,6 +186,11 @@ class _Moved:
         elif self.receives:
             self._tensors, refusal = self._targets(skeleton, tensors)
         self.tensor_blocks = TensorBlocks(self._tensors)
+        told = self._offer.block
+        if told is not None and self.receives and refusal is None:
+            block = self.block(self.numbers[0])
+            if self.tensor_blocks.copy_in(block, told.data_ptr()) == self._offer.checksum:
+                self.lacks = []
         return refusal
 
     def block(self, number: int) -> Block:
@@ -219,34 +253,41 @@ class _Exchange:
     def run(self, refusal: str | None) -> Fetched:
         """Send and receive until all targets have what they want."""
         wanted = self._gather_wanted(self._wanted() if refusal is None else refusal)
-        count = differing = 0
+        came = [number for each in self.moved if each.is_told and each.receives for number in each.numbers]
+        count, differing = self._bytes(came), sum(len(each.lacks) for each in self.moved if each.is_told)
         for turn in range(_MAX_ROUNDS):
+            if not any(wanted):
+                break
             moved = self._move(wanted, turn)
-            count += sum(bytes_of(self._of_block[number].block(number)) for number in moved.came)
+            count += self._bytes(moved.came)
             bad, told = moved.bad, gathered(self.group, (moved.bad, moved.sums))
             wanted = [theirs for theirs, _ in told]
             if theirs := _joined([sums for _, sums in told]):
                 bad += [number for number, own in moved.unverified.items() if own != theirs[number]]
                 wanted = self._gather_wanted(bad)
             differing += len(bad)
-            if not any(wanted):
-                values = {index: each.value() for index, each in enumerate(self.moved) if each.receives}
-                return Fetched(values, count, differing)
-        raise self._damaged(wanted)
+        if any(wanted):
+            raise self._damaged(wanted)
+        values = {index: each.value() for index, each in enumerate(self.moved) if each.receives}
+        return Fetched(values, count, differing)
+
+    def _bytes(self, numbers: Sequence[int]) -> int:
+        return sum(bytes_of(self._of_block[number].block(number)) for number in numbers)
 
     def _wanted(self) -> list[int]:
         """Return the blocks that this rank wants, when those that are alike have been found."""
-        numbers = [number for each in self.moved if each.receives for number in each.numbers]
-        if not any(each.compares for each in self.moved):
+        numbers = [number for each in self.moved for number in each.lacks]
+        compared = [each for each in self.moved if each.compares and not each.is_told]
+        if not compared:
             return numbers
         shares = {
             number: each.tensor_blocks.checksum(each.block(number))
-            for each in self.moved
+            for each in compared
             if each.sends
             for number in each.numbers[each.item.sources.index(self.group.rank()) :: len(each.item.sources)]
         }
         theirs = _joined(gathered(self.group, shares))
-        return [number for number in numbers if self._checksum(number) != theirs[number]]
+        return [number for number in numbers if self._checksum(number) != theirs.get(number)]
 
     def _checksum(self, number: int) -> int:
         moved = self._of_block[number]

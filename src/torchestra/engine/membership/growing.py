@@ -38,6 +38,8 @@ from torchestra.store.process import ProcessIdentity
 from torchestra.system.deadline import Deadline
 
 _MIN_ENTERING_S = 10.0
+_RECENTLY_S = 0.05
+"""How old what an offer is made of may be; who has died since is noticed before it is committed."""
 _LOOK_S = 0.02
 """How often a rank on its way into a group looks whether another one has died."""
 ENTERING_BOUNDS = 2
@@ -113,7 +115,8 @@ class GrowingEpochEntry(Generic[E]):
 
     def offer(self, ballot: Ballot, survivors: Sequence[int]) -> bytes:
         growth = self._growth
-        requests = growth.detector.waiting() if self._registers.growing().issuperset(survivors) else []
+        grows = self._registers.growing().issuperset(survivors)
+        requests = growth.detector.waiting(_RECENTLY_S) if grows else []
         requests = [request for request in requests if self._fits(request)]
         if not requests:
             return self._plain.offer(ballot, survivors)

@@ -110,8 +110,6 @@ class Joiner(Generic[E]):
     def _follow(self, invitation: Invitation) -> None:
         self._leave()
         self._followed = invitation
-        if self._admission.verdict(invitation.key) == VOID:
-            return
         offer = self._offer = self._admission.offer(invitation.key)
         rank, store = offer.joiners[self._request.number], self._admission.meeting(offer.key)
         seconds = entering_seconds(self._bound_s)
@@ -121,6 +119,9 @@ class Joiner(Generic[E]):
             self._bound_s,
             lambda: self._cancel(store, offer),
         )
+        # The members wait for this rank now, so only then.
+        if self._admission.verdict(invitation.key) == VOID:
+            self._leave()
 
     def _leave(self) -> None:
         entry, self._entry, self._offer = self._entry, None, None

@@ -56,12 +56,20 @@ class JoinerDetector:
         self._observed: dict[str, _Observed] = {}
         self._polled_at = -self._interval_s
         self._listed: set[str] = set()
+        self._found: list[JoinRequest] = []
         self._lock = threading.Lock()
 
-    def waiting(self) -> list[JoinRequest]:
-        """Return the requests of those that wait and are known to live; take the dead off the list."""
+    def waiting(self, as_of_s: float = 0.0) -> list[JoinRequest]:
+        """Return the requests of those that wait and are known to live; take the dead off the list.
+
+        Args:
+            as_of_s: how many seconds ago it may have been so.
+        """
         with self._lock:
-            return self._waiting()
+            if as_of_s and time.monotonic() - self._polled_at < as_of_s:
+                return self._found
+            self._found = self._waiting()
+            return self._found
 
     def _waiting(self) -> list[JoinRequest]:
         requests = [each for each in self._admission.waiting() if each.number not in self._let_in]
