@@ -55,6 +55,10 @@ class FlatLayout:
         unit = self._step * ranks
         return max(1, -(-self.length // unit)) * unit
 
+    def capacity(self, ranks: int) -> int:
+        """Return the length that suffices for every number of ranks up to this one."""
+        return self.length + self._step * ranks
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a buffer, by slot, in their tensors' shapes."""
         return [
@@ -77,7 +81,7 @@ class FlatBuffer:
     def __init__(self, layout: FlatLayout, group: ProcessGroup) -> None:
         self.group_name = group.group_name
         self._layout = layout
-        capacity = layout.padded(max(group.size(), _MOST_RANKS))
+        capacity = layout.capacity(max(group.size(), _MOST_RANKS))
         self._memory = _shared(capacity, layout.dtype, layout.device, group)
         self._touched = 0
         self.flat = self._memory
