@@ -1,4 +1,4 @@
-"""Flat buffers serve on when their group has been replaced, until buffers of the new one have taken their place."""
+"""Flat buffers serve on when their group has been replaced, until new ones have taken their place."""
 
 from __future__ import annotations
 

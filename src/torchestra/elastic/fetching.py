@@ -3,10 +3,10 @@
 All ranks of the group take part. (1) The first source of each item tells how it is built: its skeleton, which
 has a TensorSpec for each tensor, and with it the bytes of a short item; and each source tells where it puts
 blocks. (2) Each target says which blocks it wants: all, or between hosts those whose checksum differs, but
-none that has come already. Every rank finds the same plan from this. (3) Each source sends its share of each target's blocks, straight from and into the tensors: within a host
-through memory of its own that both address (staging.py), else as messages, all at once. (4) The sources tell
-the checksums of what they sent, through memory together with each block, and a block that arrived otherwise
-is wanted again, from another source.
+none that has come already. Every rank finds the same plan from this. (3) Each source sends its share of each
+target's blocks, straight from and into the tensors: within a host through memory of its own that both address
+(staging.py), else as messages, all at once. (4) The sources tell the checksums of what they sent, through
+memory together with each block, and a block that arrived otherwise is wanted again, from another source.
 
 A rank whose own state is whole, one step behind, receives into other memory and takes it over when all is
 verified: should the sources die on the way, it still has what it had.
