@@ -278,14 +278,26 @@ def checked(function: Callable[_P, _R], but: Iterable[str] = ()) -> Callable[_P,
     """
     checker: _Checker | None = None
 
+    def prepare() -> _Checker:
+        nonlocal checker
+        checker = _Checker(function, frozenset(but))
+        return checker
+
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        nonlocal checker
-        if checker is None:
-            checker = _Checker(function, frozenset(but))
-        return function(*checker.check(args, kwargs), **kwargs)
+        return function(*(checker or prepare()).check(args, kwargs), **kwargs)
 
+    _preparations.append(prepare)
     return call
+
+
+_preparations: list[Callable[[], _Checker]] = []
+
+
+def prepare_checks() -> None:
+    """Read the annotations of all checked functions now, and not when each is first called."""
+    for prepare in _preparations:
+        prepare()
 
 
 def checked_methods(owner: _Class) -> _Class:

@@ -34,6 +34,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol, cast
 
+from torchestra.arguments.annotations import prepare_checks
 from torchestra.launcher import rank_process
 from torchestra.launcher.channel import receive, send
 from torchestra.launcher.event_loop import EventLoop
@@ -180,6 +181,8 @@ class _Server:
             files_of_ranks.append(message.files)
         for name in spec.preload:
             importlib.import_module(name)
+        if spec.preload:
+            prepare_checks()
         gc.freeze()
         received = [descriptor for files in files_of_ranks for descriptor in files]
         self._spec, self._listeners = spec, listeners

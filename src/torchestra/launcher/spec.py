@@ -56,7 +56,8 @@ class JobSpec:
         first_local_rank: the same among the ranks on this host, if not all of them belong to this spec.
         world_size: how many ranks the whole job has; None if it has only these.
         joins: whether the ranks are to join a job that runs, each in the place of one that is gone.
-        preload: modules that the server imports before it forks any rank.
+        preload: modules that the server imports before it forks any rank, and has ready what a rank does
+            once; for ranks that others wait for.
         target: what each of them runs.
         environment: the whole environment of a rank, except the four variables that name the rank.
         directory: the working directory of the ranks.
