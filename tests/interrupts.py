@@ -37,8 +37,9 @@ def _quiet() -> Iterator[None]:
         sys.unraisablehook = former
 
 
-# After which instructions CPython looks for signals.
+# After which instructions CPython looks for signals, and after which it does not, by how their names begin.
 INTERRUPTIBLE = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+NOT_INTERRUPTIBLE = ("CALL_INTRINSIC", "JUMP_BACKWARD_NO_INTERRUPT")
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def interrupted_at(place: int, files: Sequence[str]) -> Iterator[list[str]]:
         nonlocal left
         if event == "opcode":
             executed, last[frame] = last.get(frame, "RESUME"), names(frame.f_code)[frame.f_lasti]
-            if executed.startswith(INTERRUPTIBLE):
+            if executed.startswith(INTERRUPTIBLE) and not executed.startswith(NOT_INTERRUPTIBLE):
                 left -= 1
                 if left < 0:
                     where.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
@@ -71,6 +72,8 @@ def interrupted_at(place: int, files: Sequence[str]) -> Iterator[list[str]]:
             last[frame] = "raised"  # on the way to a handler it looks for none
         return step
 
+    # Python 3.12 looks in settrace() for whether any frame has asked for opcodes: enter() would ask too late.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(enter)
     try:
         yield where

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from interrupts import lose_an_interrupt
+from interrupts import interrupted_at, lose_an_interrupt
 from torchestra.launcher import nodes
 from torchestra.launcher.node_ranks import NodeRanks
 from torchestra.launcher.nodes import Nodes
@@ -92,3 +98,46 @@ def test_a_launcher_that_waits_for_a_place_or_a_job_finds_it(monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         waits._await_members()
     assert waits._store.asked == 1
+
+
+FIRST_IN_A_PROCESS = """
+from interrupts import interrupted_at
+
+def call():
+    return abs(1)
+
+try:
+    with interrupted_at(0, ["<string>"]) as where:
+        call()
+except KeyboardInterrupt:
+    print(*where)
+"""
+
+
+def test_the_first_one_that_is_raised_in_a_process_is_raised() -> None:
+    """Python 3.12 gives no opcodes to a process that has not asked for them before it asked for a trace."""
+    run = [sys.executable, "-c", FIRST_IN_A_PROCESS]
+    output = subprocess.check_output(run, cwd=Path(__file__).parent, text=True, timeout=60)
+    assert output.startswith("call:")
+
+
+def _three() -> Iterator[int]:
+    yield from (1, 2, 3)
+
+
+def _takes_one() -> None:
+    next(_three())  # and closes the rest, on the way out of which Python looks for no signal
+
+
+def test_none_is_raised_where_python_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[object] = []  # as what closing a generator raises
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    points: list[str] = []
+    for place in itertools.count():
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, [__file__]) as where:
+            _takes_one()
+        if not where:
+            break
+        points += where
+    assert any(each.startswith("_takes_one:") for each in points)
+    assert not ignored, points
