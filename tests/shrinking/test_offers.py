@@ -127,6 +127,29 @@ def test_of_a_joiner_that_can_be_seen_heartbeats_are_read_only_now_and_then() ->
     assert detector.lost({request.number: request.process})
 
 
+def test_of_those_let_in_only_such_are_remembered_as_are_still_on_the_list() -> None:
+    admission = Admission(HashStore(), 5.0)
+    first, second = JoinRequest.new(None, "native"), JoinRequest.new(None, "native")
+    admission.ask(first)
+    admission.ask(second)
+    detector = JoinerDetector(admission, [first.number, second.number])
+    assert detector.waiting() == []
+    assert detector.let_in == {first.number, second.number}
+    admission.forget(first)
+    assert detector.waiting() == []
+    assert detector.let_in == {second.number}
+
+
+def test_what_was_found_a_moment_ago_serves_who_takes_that() -> None:
+    admission = Admission(HashStore(), 5.0)
+    detector = JoinerDetector(admission)
+    assert detector.waiting() == []
+    request = JoinRequest.new(None, "native")
+    admission.ask(request)
+    assert detector.waiting(as_of_s=60.0) == []
+    assert detector.waiting() == detector.waiting(as_of_s=60.0) == [request]
+
+
 def test_many_may_change_the_list_of_those_that_wait_at_once() -> None:
     store, requests = HashStore(), [JoinRequest.new(None, "threads") for _ in range(16)]
 

@@ -56,7 +56,8 @@ class GroupAdmission:
 
     def of_successor(self, communicator: Communicator, let_in: Collection[str]) -> GroupAdmission:
         """Return this member's view in the group that replaces this one, which has let in some requests."""
-        return GroupAdmission(self.store, communicator, {*self._let_in, *let_in})
+        before = self._let_in if self._detector is None else self._detector.let_in
+        return GroupAdmission(self.store, communicator, {*before, *let_in})
 
     # -- pending_joiners()
 

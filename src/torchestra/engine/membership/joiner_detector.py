@@ -48,10 +48,13 @@ class JoinerDetector:
     Args:
         admission: this rank's view of the admission store.
         let_in: the numbers of requests that are used up, though they may still be on the list.
+
+    Attributes:
+        let_in: those that were still there when it last looked; none comes back.
     """
 
     def __init__(self, admission: Admission, let_in: Collection[str] = ()) -> None:
-        self._admission, self._let_in = admission, let_in
+        self._admission, self.let_in = admission, frozenset(let_in)
         self._interval_s = heartbeat_interval(admission.bound_s)
         self._observed: dict[str, _Observed] = {}
         self._polled_at = -self._interval_s
@@ -72,7 +75,9 @@ class JoinerDetector:
             return self._found
 
     def _waiting(self) -> list[JoinRequest]:
-        requests = [each for each in self._admission.waiting() if each.number not in self._let_in]
+        on_list = self._admission.waiting()
+        self.let_in = self.let_in.intersection(each.number for each in on_list)
+        requests = [each for each in on_list if each.number not in self.let_in]
         unseen = [request for request in requests if not self._is_seen(request)]
         counts = self._admission.heartbeats(unseen)
         dead = [
