@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 import rpc_workers
 import run_limit
 from torchestra.engine import warm_up
+from warm_programs import share_server
 
 _TAG = "TORCHESTRA_TEST_TAG"
 _END_SECONDS = 60.0
@@ -41,9 +42,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the whole run be watched."""
+    """Have the whole run be watched, and workers of xdist share what forks programs."""
     if not config.pluginmanager.is_registered(run_limit):
         config.pluginmanager.register(run_limit)
+    if len(getattr(config.option, "tx", None) or []) > 1 and not config.option.collectonly:
+        share_server()
 
 
 @pytest.hookimpl(tryfirst=True)

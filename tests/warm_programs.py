@@ -4,7 +4,8 @@ They are what an interpreter is given as ``-m MODULE``, ``-c TEXT`` or a path. A
 a fresh interpreter with a single thread, loads what programs need once, and forks them. Each finds the
 arguments, environment, working directory and files that it would find as a program of its own, and is used as
 any other :class:`subprocess.Popen`. It is no child of the test's process but of the server's, which tells its
-exit code. When the test's process has ended, the server kills what is left, and ends.
+exit code. When the test's process has ended, the server kills what is left of what that has started. It ends
+with the process that has started it: pytest, whose workers share it, or a test's that found none.
 
 Not the same as in a new interpreter are ``sys.flags``, ``os.getppid()``, and what is loaded already: of the
 environment's variables that libraries read when they are loaded, only OMP_NUM_THREADS is obeyed. Where that
@@ -31,20 +32,22 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import tokenize
 import traceback
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, BinaryIO, NoReturn, cast
 
 TAG = "TORCHESTRA_TEST_TAG"  # by which the fixture nothing_left knows processes
 _NO_TAG = "0" * 1024
-_SERVER = "TORCHESTRA_TEST_WARM"  # where the server is found by a program that it has forked
+SERVER = "TORCHESTRA_TEST_WARM"  # where pytest's workers, and programs that it has forked, find the server
 
-# Of the process with that id, which has started it, or is a program of it.
-_server: tuple[int, socket.socket] | None = None
+# The connection to it of the process with that id, and its address, an abstract one.
+_server: tuple[int, socket.socket, str] | None = None
+_is_program = False
 _lock = threading.Lock()
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)
 
@@ -77,6 +80,8 @@ class WarmProgram(subprocess.Popen[Any]):
             "kept": kept,
             "nested": self.nested,
             "finalizes": self.finalizes,
+            "path": sys.path,
+            "outlives": _is_program,
         }
         ours = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         files = [each if each != -1 else standard for standard, each in enumerate(ours)]
@@ -183,18 +188,39 @@ def _connection() -> socket.socket:
     """Return the connection to this process's server, which is started if need be."""
     global _server
     if _server is None or _server[0] != os.getpid():
-        if address := os.environ.get(_SERVER):
+        if address := os.environ.get(SERVER):
             ours = socket.socket(socket.AF_UNIX)
             ours.connect("\0" + address)
+            _server = os.getpid(), ours, address
         else:
-            ours, theirs = socket.socketpair()
-            program = f"import sys; sys.path[:] = {sys.path!r}; import warm_programs; warm_programs.serve()"
-            environment = {**os.environ, TAG: _NO_TAG}
-            with theirs:
-                process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, env=environment)
-            atexit.register(_stop_server, os.getpid(), ours, process)
-        _server = os.getpid(), ours
+            _server = _start_server()
     return _server[1]
+
+
+def share_server() -> str:
+    """Have the processes that this one starts use its server, as loading takes each 5 s of a processor.
+
+    Returns:
+        the server's address.
+    """
+    _connection()
+    assert _server is not None
+    os.environ[SERVER] = address = _server[2]
+    return address
+
+
+def _start_server() -> tuple[int, socket.socket, str]:
+    """Start a server that ends with this process."""
+    ours, theirs = socket.socketpair()
+    address = f"torchestra-test-{secrets.token_hex(16)}"
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; import warm_programs; warm_programs.serve({address!r})"
+    )
+    environment = {**os.environ, TAG: _NO_TAG}
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, env=environment)
+    atexit.register(_stop_server, os.getpid(), ours, process)
+    return os.getpid(), ours, address
 
 
 def _stop_server(pid: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -212,10 +238,11 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def serve() -> None:
+def serve(address: str) -> None:
     """Fork programs, as they are asked for by standard input, a socket, until that is closed.
 
-    The programs themselves may ask too. It returns in one that is to end as an interpreter does.
+    Others may ask too, the programs themselves among them, at the address, an abstract one. It returns in a
+    program that is to end as an interpreter does.
     """
     server = os.getpid()
     connections = [socket.socket(fileno=os.dup(0))]
@@ -225,16 +252,16 @@ def serve() -> None:
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     tag: int = libc.getenv(TAG.encode())  # in the memory that /proc/PID/environ shows
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + address)
+    listener.listen()  # who connects meanwhile waits
     _load()
     statuses: dict[int, int] = {}  # where to write how a program has ended, by its pid
+    dependents: dict[socket.socket, list[int]] = {}  # what is killed when a connection ends
     wakes, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test's process
-    listener = socket.socket(socket.AF_UNIX)
-    address = f"torchestra-test-{secrets.token_hex(16)}"
-    listener.bind("\0" + address)
-    listener.listen()
     try:
         while True:
             ready = select.select([*connections, listener, wakes], [], [])[0]
@@ -252,16 +279,18 @@ def serve() -> None:
                 if not text and connection is connections[0]:
                     return
                 if not text:
+                    _kill(dependents.pop(connection, []), statuses)
                     connections.remove(connection)
                     connection.close()
                     continue
+                request = json.loads(text)
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     for each in (*connections, listener):
                         each.close()
                     for number in (wakes, waker, *statuses.values(), files[0]):
                         os.close(number)
-                    _become(request := json.loads(text), files[1:], tag, address)
+                    _become(request, files[1:], tag, address)
                     if not request["finalizes"]:
                         _run_and_exit(request)
                     _run(request["command"], _added(request["environment"]))
@@ -269,14 +298,21 @@ def serve() -> None:
                 for number in files[1:]:
                     os.close(number)
                 statuses[pid] = files[0]
+                if not request["outlives"]:
+                    dependents.setdefault(connection, []).append(pid)
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(struct.pack("=Q", pid))
     finally:
         if os.getpid() == server:
-            for pid in statuses:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(statuses, statuses)
             os._exit(0)
+
+
+def _kill(pids: Iterable[int], statuses: Collection[int]) -> None:
+    """Kill programs unless it was told how they ended: their numbers may be others' since."""
+    for pid in pids:
+        if pid in statuses:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _load() -> None:
@@ -320,6 +356,8 @@ def _become(request: dict[str, Any], files: list[int], tag: int, server: str) ->
     """Give this process what the program shall find."""
     import torch
 
+    global _server, _is_program
+    _server, _is_program = None, True
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _move(files, [0, 1, 2, *request["kept"]])
@@ -329,9 +367,11 @@ def _become(request: dict[str, Any], files: list[int], tag: int, server: str) ->
         os.setpgrp()
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.environ.pop(_SERVER, None)
+    os.environ.pop(SERVER, None)
+    tempfile.tempdir = None  # as TMPDIR says there
+    sys.path[:] = request["path"]
     if request["nested"]:
-        os.environ[_SERVER] = server
+        os.environ[SERVER] = server
         subprocess.Popen = NestedWarm
     shown = [
         os.environ.get(TAG, ""),

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from warm_programs import TAG, FinalizedWarm, NestedWarm, WarmIfPython, WarmProgram, is_python, run_warm
+import warm_programs
+from warm_programs import (
+    SERVER,
+    TAG,
+    FinalizedWarm,
+    NestedWarm,
+    WarmIfPython,
+    WarmProgram,
+    is_python,
+    run_warm,
+    share_server,
+)
 
 PROGRAM = """
 import os, sys
@@ -172,6 +183,38 @@ def test_all_variables_that_processes_are_known_by_can_be_seen_from_outside(
 def test_what_a_program_starts_is_forked_too_where_that_is_asked_for(kind: Any, loaded: bool) -> None:
     with kind([sys.executable, "-c", STARTING], stdout=subprocess.PIPE, text=True) as program:
         assert program.communicate(timeout=100)[0] == f"{loaded} other 3\n"
+
+
+STARTING_AND_ENDING = """
+import os, sys
+from warm_programs import WarmProgram
+ours, theirs = os.pipe()
+program = f"import os, signal; os.write({theirs}, b'runs'); signal.pause()"
+WarmProgram([sys.executable, "-c", program], pass_fds=[theirs])
+print(os.read(ours, 4), "torch" in sys.modules, flush=True)
+os._exit(0)
+"""
+
+
+def test_workers_share_a_server_and_what_one_leaves_is_killed_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, nothing_left: Any
+) -> None:
+    """A worker is a process that finds the address in its environment."""
+    run_warm([sys.executable, "-c", ""], timeout=100)
+    monkeypatch.setenv(SERVER, "")  # it is what it was when the test has ended
+    share_server()
+    path = os.pathsep.join([str(Path(warm_programs.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTING_AND_ENDING],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.stdout == "b'runs' False\n", ended.stderr
+    nothing_left()
+    assert run_warm([sys.executable, "-c", "raise SystemExit(3)"], timeout=100).returncode == 3
 
 
 def test_only_what_a_forked_program_can_be_is_forked() -> None:
