@@ -13,6 +13,7 @@ __all__ = ["measure_remote_calls"]
 
 _COLUMNS = (("torchestra", "torchestra.rpc"), ("tensorpipe", "torch.distributed.rpc"))
 _TURNS_PER_ROUND = 5
+_LEAST_CALLS = 3  # of a turn
 
 
 def measure_remote_calls(options: BenchOptions) -> tuple[SideTable, list[str]]:
@@ -24,7 +25,8 @@ def measure_remote_calls(options: BenchOptions) -> tuple[SideTable, list[str]]:
     notes: list[str] = []
     rows = []
     try:
-        results = run_script("remote_calls.py", 2, options.seconds, options.rounds * _TURNS_PER_ROUND)
+        turns = options.rounds * _TURNS_PER_ROUND
+        results = run_script("remote_calls.py", 2, options.seconds, turns, _LEAST_CALLS)
     except (OSError, RuntimeError) as error:
         results = {}
         notes.append(f"remote calls: {error}")

@@ -32,6 +32,8 @@ _MIN_US = 0.1
 # What is looked for is a small difference of large times: many short turns tell more than few long ones.
 _TURNS_PER_ROUND = 8
 _SHARE_OF_A_TURN = 0.6
+_WARM_UP_STEPS = 11  # both libraries make their buckets anew after the first step, and take notes in ten
+_LEAST_STEPS = 3  # of a turn
 # Beside others a step now and then waits for their time slices, so more turns are needed: as many as 3 models
 # and 2 worlds can have in less than four minutes.
 _LOADED_TURNS_PER_ROUND = 4
@@ -104,6 +106,6 @@ def training_steps(
         RuntimeError: a rank failed, or they took more than five minutes.
     """
     results: dict[str, dict[str, list[float]]] = run_script(
-        "training_step.py", world, seconds, turns, model_seconds
+        "training_step.py", world, seconds, turns, model_seconds, _WARM_UP_STEPS, _LEAST_STEPS
     )
     return results

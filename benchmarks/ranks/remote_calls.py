@@ -24,7 +24,6 @@ Calls = Callable[[int], None]
 
 IN_FLIGHT = 2_000
 _OTHER = "worker1"
-_MIN_SAMPLES = 3
 
 
 def echo(value: Any) -> Any:
@@ -77,16 +76,18 @@ def _time(calls: Calls, count: int) -> float:
     return (time.perf_counter() - start) / count * 1e6
 
 
-def _measure(libraries: dict[str, Any], seconds: float, turns: int) -> dict[str, dict[str, list[float]]]:
+def _measure(
+    libraries: dict[str, Any], seconds: float, turns: int, least: int
+) -> dict[str, dict[str, list[float]]]:
     by_library = {way: workloads(library) for way, library in libraries.items()}
     found: dict[str, dict[str, list[float]]] = {}
     for name in next(iter(by_library.values())):
         counts = {}
         for way, loads in by_library.items():
             calls, unit = loads[name]
-            calls(_MIN_SAMPLES * unit)
-            per_call = _time(calls, _MIN_SAMPLES * unit) / 1e6
-            counts[way] = unit * max(1 if unit > 1 else _MIN_SAMPLES, round(seconds / per_call / unit))
+            calls(least * unit)
+            per_call = _time(calls, least * unit) / 1e6
+            counts[way] = unit * max(1 if unit > 1 else least, round(seconds / per_call / unit))
         taken: dict[str, list[float]] = {way: [] for way in libraries}
         for turn in range(turns):
             for way in sorted(libraries, reverse=turn % 2 == 1):
@@ -95,8 +96,8 @@ def _measure(libraries: dict[str, Any], seconds: float, turns: int) -> dict[str,
     return found
 
 
-def main(seconds: float, turns: int) -> None:
-    """Measure every workload, each library in so many turns of so many seconds (of three calls at least)."""
+def main(seconds: float, turns: int, least: int) -> None:
+    """Measure every workload, each library in so many turns of so many seconds, or of ``least`` calls."""
     directory = Path(os.environ["TORCHESTRA_BENCH_DIRECTORY"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -111,10 +112,10 @@ def main(seconds: float, turns: int) -> None:
     )
     if rank == 0:
         libraries = {"torchestra": torchestra.rpc, "tensorpipe": torch.distributed.rpc}
-        (directory / "found.json").write_text(json.dumps(_measure(libraries, seconds, turns)))
+        (directory / "found.json").write_text(json.dumps(_measure(libraries, seconds, turns, least)))
     torch.distributed.rpc.shutdown()
     torchestra.rpc.shutdown()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

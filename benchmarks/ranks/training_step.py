@@ -37,6 +37,14 @@ class Model:
     samples: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Say how many steps there are at least, in a turn and before the first one."""
+
+    warm_up: int
+    of_a_turn: int
+
+
 def _mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
@@ -89,7 +97,9 @@ def _rounds(least_turns: int, least_seconds: float) -> Iterator[tuple[str, ...]]
         yield order
 
 
-def _measure(model: Model, seconds: float, turns: int, model_seconds: float) -> dict[str, list[float]]:
+def _measure(
+    model: Model, seconds: float, turns: int, model_seconds: float, least: Steps
+) -> dict[str, list[float]]:
     samples = torch.randn(model.samples)
     modules = (
         model.make(),
@@ -99,9 +109,8 @@ def _measure(model: Model, seconds: float, turns: int, model_seconds: float) -> 
     ways = {way: _step(module, samples) for way, module in zip(WAYS, modules, strict=True)}
     counts = {}
     for way, step in ways.items():
-        # Both libraries make their buckets anew after the first step, and take notes in the first ten.
-        _turn(step, 11)
-        counts[way] = max(3, int(seconds / statistics.median(_turn(step, 5))))
+        _turn(step, least.warm_up)
+        counts[way] = max(least.of_a_turn, int(seconds / statistics.median(_turn(step, least.of_a_turn + 2))))
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for order in _rounds(turns, model_seconds):
         for way in order:
@@ -111,8 +120,8 @@ def _measure(model: Model, seconds: float, turns: int, model_seconds: float) -> 
     return taken
 
 
-def main(seconds: float, turns: int, model_seconds: float) -> None:
-    """Measure every model, each way in so many turns of so many seconds (of three steps at least).
+def main(seconds: float, turns: int, model_seconds: float, least: Steps) -> None:
+    """Measure every model, each way in so many turns of so many seconds.
 
     There are more turns, if those of a model take less than ``model_seconds``.
     """
@@ -126,7 +135,7 @@ def main(seconds: float, turns: int, model_seconds: float) -> None:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    found = {name: _measure(model, seconds, turns, model_seconds) for name, model in MODELS.items()}
+    found = {name: _measure(model, seconds, turns, model_seconds, least) for name, model in MODELS.items()}
     if dist.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
@@ -134,4 +143,5 @@ def main(seconds: float, turns: int, model_seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    steps = Steps(int(sys.argv[4]), int(sys.argv[5]))
+    main(float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), steps)

@@ -15,6 +15,8 @@ from benchmarks.training import measure_training, spinning_processes
 @pytest.mark.usefixtures("forked")
 def test_training_is_measured_for_every_model_and_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_TURNS_PER_ROUND", 2)
+    monkeypatch.setattr(training, "_WARM_UP_STEPS", 2)
+    monkeypatch.setattr(training, "_LEAST_STEPS", 1)
     table, notes = measure_training(BenchOptions(nproc=(2,), seconds=0.001, rounds=1))
     assert notes == []
     assert [row.label.split(":")[0] for row in table.rows] == [
