@@ -97,6 +97,7 @@ def _nothing_for_later_modules() -> Iterator[None]:
     while not gc.isenabled():
         assert time.monotonic() < deadline, "a test of this module has turned garbage collection off"
         time.sleep(0.001)
+    gc.freeze()  # what is still there, as what the module has imported, is not looked at again and again
 
 
 @pytest.fixture
