@@ -191,6 +191,7 @@ def _connection() -> socket.socket:
         if address := os.environ.get(SERVER):
             ours = socket.socket(socket.AF_UNIX)
             ours.connect("\0" + address)
+            atexit.register(ours.close)
             _server = os.getpid(), ours, address
         else:
             _server = _start_server()
