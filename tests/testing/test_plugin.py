@@ -556,3 +556,26 @@ def test_it():
     pytester.makepyfile(HEAD + "pytest.register_assert_rewrite('torchestra')\n" + source)
     result = pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
+
+
+def test_threads_of_the_session_warn_of_nothing(pytester: pytest.Pytester) -> None:
+    """Python 3.12 and later warn where a process that has threads forks; xdist's workers have some."""
+    result = run_apart(
+        pytester,
+        """
+import threading
+done = threading.Event()
+thread = threading.Thread(target=done.wait)
+thread.start()
+
+@pytest.mark.ranks(2, kind="processes")
+def test_of_processes():
+    dist.barrier()
+
+def test_that_the_thread_was_there():
+    assert thread.is_alive()
+    done.set()
+""",
+    )
+    result.assert_outcomes(passed=2)
+    result.stdout.no_fnmatch_line("*DeprecationWarning*")

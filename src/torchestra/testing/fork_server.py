@@ -19,6 +19,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,10 @@ class Child:
         """
         ours, theirs = Pipe()
         parent = os.getpid()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of threads, as xdist and torch have. The child uses none of them.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             code = 1
             try:
