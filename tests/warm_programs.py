@@ -24,6 +24,7 @@ import inspect
 import io
 import json
 import os
+import re
 import runpy
 import secrets
 import select
@@ -169,6 +170,14 @@ def run_warm(
             program.kill()
             raise
     return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+def without_leaks(text: str) -> str:
+    """Return what a program has printed without what nanobind tells of Triton, which torch for CUDA brings.
+
+    It does so when a process that has loaded Triton is finalized.
+    """
+    return re.sub(r"(?ms)^nanobind: leaked .*?^See https://nanobind\S*\n?", "", text)
 
 
 def is_python(command: Any) -> bool:

@@ -70,10 +70,10 @@ def test_objects_whose_rest_is_not_moved(
 ) -> None:
     class FailingPackedObjects(PackedObjects):
         @classmethod
-        def arriving(cls, block: torch.Tensor) -> Any:
+        def all_arriving(cls, blocks: torch.Tensor) -> Any:
             if dist.get_rank() == 0:
                 raise error("no memory for what is to come")
-            return PackedObjects.arriving(block)
+            return PackedObjects.all_arriving(blocks)
 
     monkeypatch.setattr(objects, "PackedObjects", FailingPackedObjects)
     run_together(move_and_fail, move, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from warm_programs import (
     is_python,
     run_warm,
     share_server,
+    without_leaks,
 )
 
 PROGRAM = """
@@ -32,9 +32,6 @@ print(sys.argv[1:], os.environ["MINE"], os.getcwd(), "torch" in sys.modules, lea
 print("to stderr", file=sys.stderr)
 {statement}
 """
-
-# What nanobind tells of Triton when a process that has loaded it is finalized; torch for CUDA brings both.
-LEAKS = re.compile(r"^nanobind: leaked .*?^See https://nanobind\S*\n?", re.DOTALL | re.MULTILINE)
 
 
 def start(
@@ -76,7 +73,7 @@ def test_it_finds_what_it_was_given_and_its_end_is_told(
     out, err = program.communicate("typed\n", timeout=100)
     assert out == f"['an', 'argument'] of this test {tmp_path} True True\n"
     assert err.startswith("to stderr\n")
-    assert LEAKS.sub("", err).endswith(told)
+    assert without_leaks(err).endswith(told)
     assert program.returncode == code
 
 
@@ -91,7 +88,7 @@ last = Last()
 @pytest.mark.parametrize(("kind", "told"), [(WarmProgram, ""), (FinalizedWarm, "taken apart\n")])
 def test_one_that_is_finalized_takes_apart_what_it_has_loaded(kind: type[WarmProgram], told: str) -> None:
     ended = run_warm([sys.executable, "-c", LAST], timeout=100, capture_output=True, text=True, kind=kind)
-    assert (ended.returncode, ended.stdout, LEAKS.sub("", ended.stderr)) == (0, told, "")
+    assert (ended.returncode, ended.stdout, without_leaks(ended.stderr)) == (0, told, "")
 
 
 def test_it_can_be_waited_for_and_killed_and_what_is_left_behind_is_found(
