@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(failure is not None)
     seeds = range(options.first, options.first + options.seeds)
     subjects = list(SUBJECTS) if options.subject is None else [options.subject]
-    context = multiprocessing.get_context("forkserver")
+    # Nothing here has a thread yet, and each worker would import torch for seconds.
+    context = multiprocessing.get_context("fork")
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
     given = context.SimpleQueue()
     for core in itertools.islice(cores, options.processes):

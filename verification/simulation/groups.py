@@ -34,7 +34,7 @@ from verification.simulation.faults import drawn
 from verification.simulation.world import PORT, JobWorld, Plan, draw_quality
 
 BOUND_S = 2.0
-_FAULTS_S, _REST_S, _LIMIT_S = 5.0, 9.0, 400.0
+_FAULTS_S, REST_S, _LIMIT_S = 5.0, 3 * BOUND_S, 400.0
 _TIMEOUT_S = 25.0
 _BITS = 50  # of a sum: ranks that share one add up, so that there may be many
 _SHAPES = (
@@ -64,13 +64,14 @@ class GroupsWorld(JobWorld):
 
     Attributes:
         last: by rank, the groups it has been in.
+        until: when they end, unless they shrink then: some time after the last fault is over.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, _LIMIT_S, BOUND_S)
         self.last: dict[int, Lineage] = {}
         self._out_of: dict[Lineage, tuple[int, ...]] = {}
-        self.until = _FAULTS_S + _REST_S
+        self.until = max((fault.ends for fault in plan.faults), default=0.0) + REST_S
 
     # -- the program of a rank
 

@@ -18,7 +18,7 @@ from torchestra.process_group import ProcessGroup
 from torchestra.store import TCPStore
 from torchestra.world.registry import thread_rank
 from verification.simulation.faults import drawn
-from verification.simulation.groups import BOUND_S, GroupsWorld, Lineage
+from verification.simulation.groups import BOUND_S, REST_S, GroupsWorld, Lineage
 from verification.simulation.world import PORT, Plan, draw_quality
 
 _FAULTS_S, _JOIN_S, _TIMEOUT_S = 5.0, 40.0, 25.0
@@ -38,6 +38,7 @@ class GrowingWorld(GroupsWorld):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self.until = max(self.until, _FAULTS_S + REST_S)  # the last joiner comes before
         self._size = len(plan.hosts) - len(plan.hosts) // 3
         self._generations = {0: tuple(range(self._size))}
 

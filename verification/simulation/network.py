@@ -117,6 +117,8 @@ class Watch(Source):
 
     def ready(self) -> Ready:
         """Return what is ready, in the order in which it was added."""
+        if not self._changed:
+            return []
         found = []
         for source in list(self._changed):
             number, reads, writes = self._watched[source]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -35,11 +36,13 @@ from torchestra import (
     transport,
     world,
 )
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership import joining, rank_context, shrinking
 from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.multihost import hierarchy
 from torchestra.engine.multihost.curve_bridge import _Transfer
 from torchestra.engine.multihost.record_publisher import RecordPublisher
 from torchestra.engine.recorder import callsites
@@ -47,8 +50,9 @@ from torchestra.rpc import calls, departing, router, starting, termination
 from torchestra.store.replicated.sessions import SessionPool
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.peer import Peer
+from torchestra.system.deadline import Deadline
 from torchestra.system.thread_frames import current_frames
-from torchestra.transport import event_loop, pair, source_port
+from torchestra.transport import event_loop, pair, sockets, source_port
 from torchestra.transport.pair import PairConnection
 from verification.simulation.endpoints import SimulatedSharedMemory
 from verification.simulation.polling import SimulatedSelect, SimulatedSelectors
@@ -74,6 +78,7 @@ _REAL = tuple(f"torchestra.engine.{name}" for name in ("memory", "native", "reco
 _PACKAGES = (autograd, engine, launcher, process_group, rendezvous, rpc, store, system, transport, world)
 
 _POLLS = (0.0005, 0.005, 0.05)
+_POLL_INTERVALS = (0.05, 0.4)
 
 
 def _impatient(size: int) -> SpinPolicy:
@@ -84,13 +89,45 @@ def _impatient(size: int) -> SpinPolicy:
 _check = RankContext.check
 
 
-def _check_after_a_wait(self: RankContext, *arguments: Any, **named: Any) -> Any:
-    """Let the time pass that a kernel would have waited."""
+def _wait_as_a_kernel(context: RankContext, blocked: int) -> None:
+    """Wait as a kernel does that sleeps on another rank's flag: until that changes, or for a poll interval.
+
+    How soon a rank notices the change is drawn, and how long it sleeps without one: as the product has it, or
+    as on a machine that is busy.
+    """
     run = active()
-    if run is not None:
+    assert run is not None
+    arena, choices = context.arena, run.choices
+
+    def seen() -> tuple[int, ...]:
+        state = arena.load_word(arena.control(blocked) + at.STATE)
+        return arena.load_word(at.HEADER_ABORT), state, arena.progress(blocked)
+
+    before = seen()
+    run.wait_until(
+        lambda: context.closed or seen() != before,
+        lambda: choices.choice(_POLLS),
+        choices.choice(_POLL_INTERVALS),
+    )
+
+
+def _check_after_a_wait(
+    self: RankContext,
+    doing: str,
+    blocked: int | None,
+    deadline: Deadline | None,
+    suspect: int | None = None,
+    **named: Any,
+) -> int | None:
+    """Let the time pass that a kernel would have waited. Without a deadline none has been called."""
+    run = active()
+    if run is not None and deadline is not None:
         self._poll_interval[:] = 0
-        run.wait(run.choices.choice(_POLLS))
-    return _check(self, *arguments, **named)
+        if blocked is None or suspect is not None or named.get("alone"):
+            run.wait(run.choices.choice(_POLLS))
+        else:
+            _wait_as_a_kernel(self, blocked)
+    return _check(self, doing, blocked, deadline, suspect, **named)
 
 
 _exchange = ArenaRegisters._exchange
@@ -170,12 +207,18 @@ def _hash_by_number(each: Any) -> int:
 _IN_SETS = (PairConnection, Peer, Connection, SessionPool, _Transfer)
 
 
-def _modules() -> list[ModuleType]:
-    """Return the product's modules; those that it would import later are imported now."""
+@functools.cache
+def _import_all() -> None:
+    """Import now what the product would import later."""
     for package in _PACKAGES:
         for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not each.name.endswith("__main__"):
                 importlib.import_module(each.name)
+
+
+def _modules() -> list[ModuleType]:
+    """Return the product's modules."""
+    _import_all()
     return [
         module
         for name, module in list(sys.modules.items())
@@ -217,6 +260,8 @@ def simulated() -> Iterator[None]:
             (router, "p2p", SimulatedSharedMemory),
             (callsites, "current_frames", _frames_of_the_process),
             (calls, "_await_future", _await_simulated),
+            (sockets, "_TICK", _POLLS[1]),
+            (hierarchy, "_POLL_SECONDS", _POLL_INTERVALS[1] / 2),
             (termination, "_PAUSE_SECONDS", _POLLS[1]),
             (departing, "_PAUSE_SECONDS", _POLLS[1]),
         ):

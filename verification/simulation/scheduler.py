@@ -27,6 +27,7 @@ _CLOCK_READS_WITHOUT_A_WAIT = 100
 _SPIN_SECONDS = 0.001
 _KEPT_EVENTS = 400
 _NEVER = math.inf, -1
+_get_ident = _thread.get_ident  # looked up at each of the product's seams
 
 
 class Killed(BaseException):
@@ -271,6 +272,28 @@ class Scheduler:
             else:
                 self._set_timer(task)
 
+    def wait_until(self, holds: Callable[[], bool], pause_s: Callable[[], float], timeout_s: float) -> None:
+        """Give the turn away until something holds, or for so long.
+
+        Whether it holds is looked at after each pause, on whatever thread lets time pass then: that costs no
+        turn. So ``holds`` must neither wait nor ask who calls it.
+        """
+        task, is_over = self.me(), False
+
+        def look() -> None:
+            if is_over or task.process.has_crashed:
+                return
+            if holds():
+                self.wake(task)
+            else:
+                self.call_later(pause_s(), look)
+
+        self.call_later(pause_s(), look)
+        try:
+            self.wait(timeout_s)
+        finally:
+            is_over = True
+
     def wake(self, task: Task) -> None:
         """Have a thread that waits go on."""
         if task.is_waiting:
@@ -279,14 +302,18 @@ class Scheduler:
 
     def seam(self) -> None:
         """Give the turn away, perhaps."""
-        task = self.me()
+        if self.is_ending:
+            raise Killed
         if self.preemption and self.choices.random() < self.preemption:
+            task = self.me()
             self.make_ready(task)
             self._hand_over(task)
 
     def look(self) -> None:
         """Note that the thread reads a clock; one that does nothing else lets time pass."""
-        task = self.me()
+        task = self.current
+        if self.is_ending or task is None:
+            raise Killed
         task.clock_reads += 1
         if task.clock_reads > _CLOCK_READS_WITHOUT_A_WAIT:
             self.wait(_SPIN_SECONDS)
@@ -404,6 +431,6 @@ class Runs:
 def active() -> Scheduler | None:
     """Return the run that the calling thread belongs to, or None outside of a simulation."""
     run = Runs.active
-    if run is None or run.current is None or run.current.ident != threading.get_ident():
+    if run is None or (current := run.current) is None or current.ident != _get_ident():
         return None
     return run

@@ -40,13 +40,13 @@ class SimulatedLock:
         run = active()
         if run is None:
             return True  # a finaliser, after the simulation
+        task = run.current
+        assert task is not None
         if run.is_ending:
-            assert run.current is not None
-            run.current.clock_reads += 1
-            if run.current.clock_reads > _LOCKS_AT_THE_END:
+            task.clock_reads += 1
+            if task.clock_reads > _LOCKS_AT_THE_END:
                 raise Killed
             return True  # the thread ends, and cleans up
-        task = run.me()
         if self._is_reentrant and self._owner is task:
             self._depth += 1
             return True
@@ -367,8 +367,9 @@ class SimulatedTime:
             return time.monotonic()
         if not run.is_ending:
             run.look()
-        assert run.current is not None
-        return run.current.process.boot + run.now
+        current = run.current
+        assert current is not None
+        return current.process.boot + run.now
 
     def monotonic_ns(self) -> int:
         return int(self.monotonic() * 1e9)
