@@ -17,14 +17,40 @@ def _source(given: Any) -> Source:
 
 
 class SimulatedPoll:
-    """A ``select.poll``, or a ``select.epoll``, whose descriptor can be polled itself."""
+    """A ``select.poll``: it watches its sources while it is asked only, for nobody closes it."""
+
+    def __init__(self) -> None:
+        self._given: dict[Source, tuple[Any, int]] = {}
+
+    def register(self, source: Any, events: int) -> None:
+        self._given[_source(source)] = source, events
+
+    modify = register
+
+    def unregister(self, source: Any) -> None:
+        del self._given[_source(source)]
+
+    def poll(self, milliseconds: float | None = None) -> list[tuple[Any, int]]:
+        epoll = SimulatedEpoll()
+        try:
+            for source, events in self._given.values():
+                epoll.register(source, events)
+            return epoll.poll(milliseconds)
+        finally:
+            epoll.close()
+
+
+class SimulatedEpoll:
+    """A ``select.epoll``, whose descriptor can be polled itself."""
 
     def __init__(self) -> None:
         self._given: dict[Source, Any] = {}
         self._watch = Watch()
-        self._number = Machine.open(self._watch)
+        self._number = -1
 
     def fileno(self) -> int:
+        if self._number < 0:
+            self._number = Machine.open(self._watch)
         return self._number
 
     def register(self, source: Any, events: int) -> None:
@@ -68,7 +94,7 @@ class SimulatedSelect:
         return select.poll() if active() is None else SimulatedPoll()
 
     def epoll(self) -> Any:
-        return select.epoll() if active() is None else SimulatedPoll()
+        return select.epoll() if active() is None else SimulatedEpoll()
 
 
 class SimulatedSelector:
