@@ -28,7 +28,10 @@ def outlive_a_group() -> list[bool]:
     assert is_shared(first.flat)
     first.flat.fill_(3.0)
     pool.give_back(second)
-    if dist.get_rank() == 2:
+    store, rank = dist.group.WORLD.store, dist.get_rank()
+    store.set(f"has buffers/{rank}", b"1")
+    store.wait([f"has buffers/{each}" for each in range(3)])  # the group ends for all with the first shrink()
+    if rank == 2:
         raise SystemExit
     group = dist.group.WORLD.shrink()
     pool.use(group)
