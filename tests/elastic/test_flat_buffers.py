@@ -61,6 +61,30 @@ def test_buffers_outlive_their_group_and_are_replaced_one_by_one(kind: str) -> N
     assert [each.value for each in ended[:2]] == [[0, 1, 2]] * 2, ended
 
 
+def change_groups_amid_renewal() -> list[int]:
+    """Return how many buffers there are in the end, and the most steps that a new group has renewed them for."""
+    flat_buffers._RENEWED_BYTES = NUMEL  # several steps for each
+    pool = BufferPool(FlatLayout([torch.zeros(NUMEL)], [0]))
+    pool.use(dist.group.WORLD)
+    for each in [pool.take(), pool.take()]:
+        pool.give_back(each)
+    for _ in range(3):
+        pool.use(dist.group.WORLD.shrink())
+        pool.renew()
+        pool.renew()
+    steps = 0
+    while not is_shared(pool._free[0].flat):
+        pool.renew()
+        steps += 1
+        assert steps < 100
+    return [len(pool._free), pool._extra]
+
+
+def test_buffers_whose_renewal_was_cut_off_do_not_add_up() -> None:
+    (ended,) = outcomes("processes", 1, change_groups_amid_renewal)
+    assert ended.value == [2, 0], ended
+
+
 @pytest.mark.parametrize("numel", [1, 15, 16, 1000, 1008, 5000])
 def test_a_buffer_suffices_for_any_number_of_ranks_that_the_group_may_have(numel: int) -> None:
     layout = FlatLayout([torch.zeros(numel)], [0])

@@ -127,10 +127,14 @@ class BufferPool:
         self._group: ProcessGroup | None = None
         self._free: list[FlatBuffer] = []
         self._next: FlatBuffer | None = None
+        self._extra = 0  # of the free ones: such as were to replace another one when the group was replaced
 
     def use(self, group: ProcessGroup) -> None:
         """Lend buffers for this group from now on."""
-        self._group, self._next = group, None
+        self._group = group
+        if self._next is not None:  # its end would cost as much as another one's, and now
+            self._free.insert(0, self._next)
+            self._next, self._extra = None, self._extra + 1
         self._free = [buffer for buffer in self._free if buffer.pad(group.size())]
 
     def take(self) -> FlatBuffer:
@@ -160,6 +164,10 @@ class BufferPool:
         """Get on with replacing buffers of another group by such as this group's ranks share."""
         assert self._group is not None
         if not self._free or self._is_own(self._free[0]) or self.layout.device.type != "cpu":
+            return
+        if self._extra:
+            del self._free[0]
+            self._extra -= 1
             return
         if self._next is None:
             self._next = FlatBuffer(self.layout, self._group)
