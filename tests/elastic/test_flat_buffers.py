@@ -62,7 +62,7 @@ def test_buffers_outlive_their_group_and_are_replaced_one_by_one(kind: str) -> N
 
 
 def change_groups_amid_renewal() -> list[int]:
-    """Return how many buffers there are in the end, and the most steps that a new group has renewed them for."""
+    """Return how many buffers there are in the end, and how many are still to go."""
     flat_buffers._RENEWED_BYTES = NUMEL  # several steps for each
     pool = BufferPool(FlatLayout([torch.zeros(NUMEL)], [0]))
     pool.use(dist.group.WORLD)
