@@ -353,7 +353,7 @@ MUTATIONS: dict[str, Mutation] = {
         "_say",
         _answer_nobody_while_meeting,
         MessagesWorld,
-        _death_while_meeting(5),
+        _death_while_meeting(15),
         "which is well",
     ),
     "take any message for the next": Mutation(
@@ -405,7 +405,7 @@ MUTATIONS: dict[str, Mutation] = {
         "split brain",
     ),
     "count an empty flush": Mutation(
-        PairConnection, "flush", _count_an_empty_flush, RpcWorld, _late_goodbye(2), "which is well"
+        PairConnection, "flush", _count_an_empty_flush, RpcWorld, _late_goodbye(30), "which is well"
     ),
     "wait for one connection only": Mutation(
         PairConnection,
@@ -441,7 +441,7 @@ MUTATIONS: dict[str, Mutation] = {
         CallExecutor, "execute", _execute_twice, RpcWorld, rpc.plan(0), "is executed twice"
     ),
     "lose what came too late": Mutation(
-        Context, "note_too_late", _lose_what_came_too_late, AutogradWorld, rpc.plan(14), "timed out"
+        Context, "note_too_late", _lose_what_came_too_late, AutogradWorld, rpc.plan(23), "timed out"
     ),
     "ask nobody": Mutation(
         ContextContainer, "remove_lost", _ask_nobody, AutogradWorld, _late_crash(27), "still has"
