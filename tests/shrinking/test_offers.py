@@ -146,8 +146,8 @@ def test_what_was_found_a_moment_ago_serves_who_takes_that() -> None:
     assert detector.waiting() == []
     request = JoinRequest.new(None, "native")
     admission.ask(request)
-    assert detector.waiting(as_of_s=60.0) == []
-    assert detector.waiting() == detector.waiting(as_of_s=60.0) == [request]
+    assert detector.waiting(max_age_s=60.0) == []
+    assert detector.waiting() == detector.waiting(max_age_s=60.0) == [request]
 
 
 def test_many_may_change_the_list_of_those_that_wait_at_once() -> None:

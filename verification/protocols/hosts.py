@@ -123,7 +123,7 @@ def _who_waits(world: ProtocolWorld, rank: int, choice: Any) -> tuple[str, ...]:
 class ModelDetector:
     """Stands for JoinerDetector: who waits, and which of them live."""
 
-    def waiting(self, as_of_s: float = 0.0) -> list[JoinRequest]:
+    def waiting(self, max_age_s: float = 0.0) -> list[JoinRequest]:
         """Return those that wait and live."""
         return [JoinRequest.decode(line) for line in perform("looks who waits")]
 

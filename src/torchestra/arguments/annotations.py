@@ -269,6 +269,10 @@ class _Checker:
         return args if changed is None else tuple(changed)
 
 
+_preparations: list[Callable[[], _Checker]] = []
+"""What reads the annotations of each checked function."""
+
+
 def checked(function: Callable[_P, _R], but: Iterable[str] = ()) -> Callable[_P, _R]:
     """Have a function refuse arguments that its annotations do not allow, with InvalidArgumentTypeError.
 
@@ -289,9 +293,6 @@ def checked(function: Callable[_P, _R], but: Iterable[str] = ()) -> Callable[_P,
 
     _preparations.append(prepare)
     return call
-
-
-_preparations: list[Callable[[], _Checker]] = []
 
 
 def prepare_checks() -> None:

@@ -91,9 +91,9 @@ def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
     targets = sorted({rank for index in sent for rank in items[index].targets})
     nbytes = sum(tensor.nbytes for index in sent for tensor in apart[index][1])
     slots = staging.Slots(group, len(targets) if nbytes >= staging.MIN_BLOCKS * BLOCK_BYTES else 0)
-    offers = {index: _offer(*apart[index]) for index in sent if items[index].sources[0] == me}
-    told: list[_Told] = gathered(group, _Told(offers, slots.offset, targets))
-    of_item = _joined([each.offers for each in told])
+    described = {index: _describe(*apart[index]) for index in sent if items[index].sources[0] == me}
+    told: list[_Told] = gathered(group, _Told(described, slots.offset, targets))
+    of_item = _joined([each.described for each in told])
     first = itertools.count()
     moved = [_Moved(group, item, of_item[index], first) for index, item in enumerate(items)]
     refusal = None
@@ -102,7 +102,7 @@ def fetch(group: ProcessGroup, items: Sequence[Item]) -> Fetched:
     return _Exchange(group, moved, told).run(refusal)
 
 
-class _Offer(NamedTuple):
+class _Description(NamedTuple):
     """Hold what the first source of an item tells of it.
 
     Attributes:
@@ -116,26 +116,26 @@ class _Offer(NamedTuple):
     checksum: int = 0
 
 
-def _offer(skeleton: Any, tensors: list[torch.Tensor]) -> _Offer:
+def _describe(skeleton: Any, tensors: list[torch.Tensor]) -> _Description:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if not 0 < nbytes <= _SHORT_BYTES:
-        return _Offer(skeleton)
+        return _Description(skeleton)
     (block,) = blocks_of(tensor_specs_of(skeleton))
     copied = torch.empty(nbytes, dtype=torch.uint8)
     blocks = TensorBlocks([tensor.contiguous() for tensor in tensors])
-    return _Offer(skeleton, copied, blocks.copy_out(block, copied.data_ptr()))
+    return _Description(skeleton, copied, blocks.copy_out(block, copied.data_ptr()))
 
 
 class _Told(NamedTuple):
     """Hold what a rank says before blocks are moved.
 
     Attributes:
-        offers: by the item's number, of those that it is the first source of.
+        described: by the item's number, of those that it is the first source of.
         offset: of its places for blocks, in its heap; None if it has none.
         targets: the ranks that it sends to.
     """
 
-    offers: dict[int, _Offer]
+    described: dict[int, _Description]
     offset: int | None
     targets: list[int]
 
@@ -166,9 +166,9 @@ class _Moved:
         lacks: the blocks that this rank wants and has not got; known when it is prepared.
     """
 
-    def __init__(self, group: ProcessGroup, item: Item, offer: _Offer, numbers: Iterator[int]) -> None:
-        self.group, self.item, self.skeleton = group, item, offer.skeleton
-        self._offer, self.is_told = offer, offer.block is not None
+    def __init__(self, group: ProcessGroup, item: Item, told: _Description, numbers: Iterator[int]) -> None:
+        self.group, self.item, self.skeleton = group, item, told.skeleton
+        self._told, self.is_told = told, told.block is not None
         self.specs = tensor_specs_of(self.skeleton)
         self._blocks = {next(numbers): block for block in blocks_of(self.specs)}
         self.numbers = list(self._blocks)
@@ -186,10 +186,10 @@ class _Moved:
         elif self.receives:
             self._tensors, refusal = self._targets(skeleton, tensors)
         self.tensor_blocks = TensorBlocks(self._tensors)
-        told = self._offer.block
-        if told is not None and self.receives and refusal is None:
+        bytes_told = self._told.block
+        if bytes_told is not None and self.receives and refusal is None:
             block = self.block(self.numbers[0])
-            if self.tensor_blocks.copy_in(block, told.data_ptr()) == self._offer.checksum:
+            if self.tensor_blocks.copy_in(block, bytes_told.data_ptr()) == self._told.checksum:
                 self.lacks = []
         return refusal
 
@@ -287,6 +287,7 @@ class _Exchange:
             for number in each.numbers[each.item.sources.index(self.group.rank()) :: len(each.item.sources)]
         }
         theirs = _joined(gathered(self.group, shares))
+        # A block that was told, and came damaged, is not among theirs.
         return [number for number in numbers if self._checksum(number) != theirs.get(number)]
 
     def _checksum(self, number: int) -> int:

@@ -71,7 +71,7 @@ class FlatBuffer:
     """Hold a buffer of a layout.
 
     Attributes:
-        group_name: the group in whose memory it is, as far as its ranks share any.
+        group_name: the group whose ranks share its memory, if it is shared.
         flat: the whole, padded for a number of ranks; the padding is 0.
         views: its parts, by slot.
     """
@@ -84,8 +84,8 @@ class FlatBuffer:
         capacity = layout.capacity(max(group.size(), _MOST_RANKS))
         self._memory = _shared(capacity, layout.dtype, layout.device, group)
         self._touched = 0
-        self.flat = self._memory
         self.views = layout.views(self._memory)
+        self.pad(group.size())
 
     def pad(self, ranks: int) -> bool:
         """Have the buffer be for so many ranks; return whether it is long enough."""
@@ -122,38 +122,28 @@ class BufferPool:
     one copy from and to, until :meth:`renew` has replaced them, step by step.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, group: ProcessGroup) -> None:
         self.layout = layout
-        self._group: ProcessGroup | None = None
-        self._free: list[FlatBuffer] = []
-        self._next: FlatBuffer | None = None
-        self._extra = 0  # of the free ones: such as were to replace another one when the group was replaced
+        self._group = group
+        self._free: list[FlatBuffer] = []  # padded for the group; its own are at the end
+        self._next: FlatBuffer | None = None  # which is to replace one, and partly touched
 
     def use(self, group: ProcessGroup) -> None:
         """Lend buffers for this group from now on."""
         self._group = group
-        if self._next is not None:  # its end would cost as much as another one's, and now
-            self._free.insert(0, self._next)
-            self._next, self._extra = None, self._extra + 1
         self._free = [buffer for buffer in self._free if buffer.pad(group.size())]
 
     def take(self) -> FlatBuffer:
         """Return a buffer whose elements are anything; padding is 0."""
-        assert self._group is not None
-        buffer = self._free.pop() if self._free else FlatBuffer(self.layout, self._group)
-        buffer.pad(self._group.size())
-        return buffer
+        return self._free.pop() if self._free else FlatBuffer(self.layout, self._group)
 
     def give_back(self, buffer: FlatBuffer) -> None:
         """Take a buffer that nothing uses any more."""
-        assert self._group is not None
         if buffer.pad(self._group.size()):
-            # Those of the group itself are taken first.
             self._free.insert(len(self._free) if self._is_own(buffer) else 0, buffer)
 
     def adopt(self, buffer: FlatBuffer) -> FlatBuffer:
         """Return a buffer that can serve this group, with the elements of one that is lent."""
-        assert self._group is not None
         if buffer.pad(self._group.size()):
             return buffer
         mine = self.take()
@@ -162,20 +152,17 @@ class BufferPool:
 
     def renew(self) -> None:
         """Get on with replacing buffers of another group by such as this group's ranks share."""
-        assert self._group is not None
-        if not self._free or self._is_own(self._free[0]) or self.layout.device.type != "cpu":
+        if self._next is not None and not self._is_own(self._next):
+            self._next = None  # here and not in use(): its memory's end takes long, and others wait there
             return
-        if self._extra:
-            del self._free[0]
-            self._extra -= 1
+        if not self._free or self._is_own(self._free[0]) or self.layout.device.type != "cpu":
             return
         if self._next is None:
             self._next = FlatBuffer(self.layout, self._group)
         if self._next.touch(_RENEWED_BYTES):
             del self._free[0]
-            self._next.pad(self._group.size())
             self._free.append(self._next)
             self._next = None
 
     def _is_own(self, buffer: FlatBuffer) -> bool:
-        return self._group is not None and buffer.group_name == self._group.group_name
+        return buffer.group_name == self._group.group_name

@@ -58,7 +58,7 @@ class ShardSum:
         self._buffers = [*self._floating, *self._others]
         self._before = [each.clone() for each in self._buffers]
         self._layouts = FlatLayout.all_of([*parameters, *self._floating])
-        self._pools = [BufferPool(layout) for layout in self._layouts]
+        self._pools: list[BufferPool] = []
         self._sums: dict[Node, list[FlatBuffer]] = {}
         self._own = _OwnResults(shards, len(parameters), self._others)
         self._result: list[FlatBuffer] = []
@@ -74,11 +74,13 @@ class ShardSum:
         if group is self._group:
             return
         self._group = group
+        if not self._pools:
+            self._pools = [BufferPool(layout, group) for layout in self._layouts]
+        for pool in self._pools:
+            pool.use(group)
         if self._result:
             self._give_back(self._result)
         self._result, self.reduced = [], False
-        for pool in self._pools:
-            pool.use(group)
         for buffers in self._sums.values():
             buffers[:] = [pool.adopt(buffer) for pool, buffer in zip(self._pools, buffers, strict=True)]
 

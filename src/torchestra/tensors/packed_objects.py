@@ -123,10 +123,9 @@ class PackedObjects:
         memory, found = blocks.numpy().data.cast("B"), []
         for start in range(0, len(memory), BLOCK_BYTES):
             head = Head(*_HEAD.unpack_from(memory, start))
-            first = start + _HEAD.size
-            stream = bytearray(memory[first : first + min(head.stream, _INLINE_BYTES)])
-            if head.stream > _INLINE_BYTES:
-                stream += bytes(head.stream - _INLINE_BYTES)
+            first, inline = start + _HEAD.size, min(head.stream, _INLINE_BYTES)
+            stream = bytearray(head.stream)
+            stream[:inline] = memory[first : first + inline]
             found.append((cls(stream, [], bool(head.failed)), head))
         return found
 

@@ -119,7 +119,7 @@ class Joiner(Generic[E]):
             self._bound_s,
             lambda: self._cancel(store, offer),
         )
-        # The members wait for this rank now, so only then.
+        # Looked for only now, since the members wait until this rank enters.
         if self._admission.verdict(invitation.key) == VOID:
             self._leave()
 

@@ -62,14 +62,14 @@ class JoinerDetector:
         self._found: list[JoinRequest] = []
         self._lock = threading.Lock()
 
-    def waiting(self, as_of_s: float = 0.0) -> list[JoinRequest]:
+    def waiting(self, max_age_s: float = 0.0) -> list[JoinRequest]:
         """Return the requests of those that wait and are known to live; take the dead off the list.
 
         Args:
-            as_of_s: how many seconds ago it may have been so.
+            max_age_s: how many seconds old the answer may be.
         """
         with self._lock:
-            if as_of_s and time.monotonic() - self._polled_at < as_of_s:
+            if max_age_s and time.monotonic() - self._polled_at < max_age_s:
                 return self._found
             self._found = self._waiting()
             return self._found
