@@ -232,13 +232,15 @@ def test_chakra_has_operations_and_compute_between_them(
     records: list[dist.FlightRecord], tmp_path: Path
 ) -> None:
     pytest.importorskip("google.protobuf", reason="protobuf writes Chakra's traces")
-    assert write(tmp_path, trace_of(records), "chakra") == 3
+    assert write(tmp_path, trace_of(records), "chakra") == 4
+    assert json.loads((tmp_path / "comm_groups.json").read_text()) == {"2": [0, 2]}
     for rank in range(3):
         metadata, *nodes = delimited((tmp_path / f"chakra.{rank}.et").read_bytes())
         assert chakra_messages().metadata.FromString(metadata).version
         read = [chakra_messages().node.FromString(node) for node in nodes]
         assert [node.id for node in read] == list(range(len(read)))
-        assert all(dependency < node.id for node in read for dependency in node.ctrl_deps)
+        # Chakra's feeder issues a node once its data_deps are done: one after the other, as the rank did.
+        assert [list(node.data_deps) for node in read] == [[], *([node.id] for node in read[:-1])]
         assert any((node.name, node.type) == ("compute", 4) and node.duration_micros > 0 for node in read)
         told = {
             node.name.partition(" ")[0]: {
@@ -247,7 +249,9 @@ def test_chakra_has_operations_and_compute_between_them(
             for node in read
         }
         assert told["all_gather"]["comm_type"] == 2
-        assert told["broadcast"] == {"is_cpu_op": False, "comm_size": 24, "pg_name": "1", "comm_type": 5}
+        assert told["broadcast"] == {"is_cpu_op": False, "comm_size": 24, "pg_name": "0", "comm_type": 5}
+        groups = {each.string_val for node in read for each in node.attr if each.name == "pg_name"}
+        assert groups == ({"0"} if rank == 1 else {"0", "2"})  # ASTRA-sim's name for all ranks is 0
         assert "scan" not in told
         message = {0: "send", 2: "recv"}.get(rank)
         if message is not None:
@@ -257,10 +261,52 @@ def test_chakra_has_operations_and_compute_between_them(
 def test_chakra_writes_the_bytes_of_its_schema(tmp_path: Path) -> None:
     """By hand: field numbers and types of Node, of which a file has the lengths before each."""
     pytest.importorskip("google.protobuf", reason="protobuf writes Chakra's traces")
-    node = chakra_messages().node(id=300, name="x", type=7, ctrl_deps=[1, 2], duration_micros=5)
-    assert node.SerializeToString() == b"\x08\xac\x02\x12\x01x\x18\x07\x22\x02\x01\x02\x38\x05"
+    node = chakra_messages().node(id=300, name="x", type=7, data_deps=[1, 2], duration_micros=5)
+    assert node.SerializeToString() == b"\x08\xac\x02\x12\x01x\x18\x07\x2a\x02\x01\x02\x38\x05"
     attribute = chakra_messages().attribute(name="n", bool_val=False)
     assert attribute.SerializeToString() == b"\x0a\x01n\xd8\x01\x00"  # a value of a oneof is always there
+
+
+CHAKRA_SCHEMA = {
+    "AttributeProto": {"name": 1, "int32_val": 7, "int64_val": 9, "bool_val": 27, "string_val": 29},
+    "GlobalMetadata": {"version": 1, "attr": 2},
+    "Node": {"id": 1, "name": 2, "type": 3, "data_deps": 5, "start_time_micros": 6, "duration_micros": 7,
+             "attr": 10},
+}  # fmt: skip
+"""Of Chakra's et_def.proto (of 2026), the numbers of the fields that are written."""
+CHAKRA_TYPES = {
+    "int32_val": "INT32", "int64_val": "INT64", "bool_val": "BOOL", "id": "UINT64", "data_deps": "UINT64",
+    "start_time_micros": "UINT64", "duration_micros": "UINT64", "attr": "MESSAGE",
+    "type": "INT32",  # an enum there, which is the same in a file
+}  # fmt: skip
+"""Their types; of all others STRING."""
+CHAKRA_NODES = {"COMP": 4, "COMM_SEND": 5, "COMM_RECV": 6, "COMM_COLL": 7}
+CHAKRA_COLLECTIVES = ("ALL_REDUCE", "REDUCE", "ALL_GATHER", "GATHER", "SCATTER", "BROADCAST", "ALL_TO_ALL",
+                      "REDUCE_SCATTER", "REDUCE_SCATTER_BLOCK", "BARRIER")  # fmt: skip
+
+
+def test_what_is_declared_of_chakra_is_its_schema(records: list[dist.FlightRecord], tmp_path: Path) -> None:
+    pytest.importorskip("google.protobuf", reason="protobuf writes Chakra's traces")
+    from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
+
+    messages = chakra_messages()
+    for message in messages:
+        declared = DescriptorProto()
+        message.DESCRIPTOR.CopyToProto(declared)
+        assert {field.name: field.number for field in declared.field} == CHAKRA_SCHEMA[declared.name]
+        for field in declared.field:
+            told = FieldDescriptorProto.Type.Name(field.type)
+            assert told == f"TYPE_{CHAKRA_TYPES.get(field.name, 'STRING')}", field.name
+            repeated = field.label == FieldDescriptorProto.LABEL_REPEATED
+            assert repeated == (field.name in ("data_deps", "attr")), field.name
+    records[0].save(tmp_path, "chakra")
+    for node in map(messages.node.FromString, delimited((tmp_path / "chakra.0.et").read_bytes())[1:]):
+        kind = node.name.partition(" ")[0]
+        called = {"compute": "COMP", "send": "COMM_SEND", "recv": "COMM_RECV"}.get(kind, "COMM_COLL")
+        assert node.type == CHAKRA_NODES[called]
+        told_types = [each.int64_val for each in node.attr if each.name == "comm_type"]
+        expected = [CHAKRA_COLLECTIVES.index(kind.upper())] if called == "COMM_COLL" else []
+        assert told_types == expected, kind
 
 
 def delimited(content: bytes) -> list[bytes]:

@@ -2,14 +2,19 @@
 
 One file for each rank, ``chakra.N.et``: messages of protobuf, each after its length, the first of them about
 the whole trace. A node is an operation, or ``compute``, what the rank did between two of them, and depends
-on what came before. The format is schema/protobuf/et_def.proto of https://github.com/mlcommons/chakra: the
-parts that are written are declared here, by the numbers that their fields have there.
+on what came before: by ``data_deps``, since Chakra's own feeder looks at no other dependencies. The format is
+schema/protobuf/et_def.proto of https://github.com/mlcommons/chakra: the parts that are written are declared
+here, by the numbers that their fields have there.
+
+The largest group is ``0``, by which ASTRA-sim means all ranks. The ranks of the others are in
+``comm_groups.json``, which it reads as ``--comm-group-configuration``.
 
 Scans are left out, which Chakra does not know, and operations that have not ended.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -39,7 +44,7 @@ _NODE = {
     "id": (1, _UINT64, _ONE),
     "name": (2, _STRING, _ONE),
     "type": (3, _INT32, _ONE),  # an enum there, which is the same in a file
-    "ctrl_deps": (4, _UINT64, _MANY),
+    "data_deps": (5, _UINT64, _MANY),
     "start_time_micros": (6, _UINT64, _ONE),
     "duration_micros": (7, _UINT64, _ONE),
     "attr": (10, _MESSAGE, _MANY),
@@ -69,18 +74,24 @@ def write_chakra(directory: Path, table: Table) -> int:
     if world is None:
         return 0
     ranks = {pid: rank for rank, pid in world.pids.items()}
-    peers = {
+    members = {
         group.number: {member: ranks.get(pid, member) for member, pid in group.pids.items()}
         if group is not world
         else {rank: rank for rank in world.pids}
         for group in table.groups
     }
+    names = {number: "0" if number == world.number else str(number) for number in members}
     for rank, rows in by_rank.items():
         with replacing(directory / f"chakra.{rank}.et", binary=True) as file:
-            for message in (messages.metadata(version=_VERSION), *_nodes(messages, rows, peers)):
+            for message in (messages.metadata(version=_VERSION), *_nodes(messages, rows, members, names)):
                 content = message.SerializeToString()
                 file.write(_varint(len(content)) + content)
-    return len(by_rank)
+    used = {row.group for rows in by_rank.values() for row in rows} - {world.number}
+    others = {names[number]: sorted(members[number].values()) for number in sorted(used)}
+    if others:
+        with replacing(directory / "comm_groups.json") as file:
+            json.dump(others, file)
+    return len(by_rank) + bool(others)
 
 
 @cache
@@ -118,7 +129,12 @@ def chakra_messages() -> Messages:
     return Messages(*map(message_factory.GetMessageClass, found))
 
 
-def _nodes(messages: Messages, rows: Sequence[Row], peers: Mapping[int, Mapping[int, int]]) -> Iterator[Any]:
+def _nodes(
+    messages: Messages,
+    rows: Sequence[Row],
+    members: Mapping[int, Mapping[int, int]],
+    names: Mapping[int, str],
+) -> Iterator[Any]:
     """Return a rank's nodes. What blocks comes after what blocked before; the rest runs beside it."""
     number, before = 0, list[int]()
     ended: float | None = None
@@ -128,17 +144,17 @@ def _nodes(messages: Messages, rows: Sequence[Row], peers: Mapping[int, Mapping[
         if ended is not None and row.started_us > ended:
             times = {"start_time_micros": round(ended), "duration_micros": round(row.started_us - ended)}
             attributes = _attributes(messages, is_cpu_op=True)
-            yield messages.node(id=number, name="compute", type=_COMPUTE, ctrl_deps=before, attr=attributes,
+            yield messages.node(id=number, name="compute", type=_COMPUTE, data_deps=before, attr=attributes,
                                 **times)  # fmt: skip
             number, before = number + 1, [number]
         yield messages.node(
             id=number,
             name=f"{row.kind} {row.number}",
             type=_type_of(row),
-            ctrl_deps=before,
+            data_deps=before,
             start_time_micros=round(row.started_us),
             duration_micros=round(row.duration_us),
-            attr=_attributes(messages, **_of_operation(row, peers[row.group])),
+            attr=_attributes(messages, **_of_operation(row, members[row.group], names[row.group])),
         )
         if row.blocking:
             before, ended = [number], max(ended or 0.0, row.started_us + row.duration_us)
@@ -149,12 +165,12 @@ def _type_of(row: Row) -> int:
     return {"send": _SEND, "recv": _RECEIVE}.get(row.kind, _COLLECTIVE)
 
 
-def _of_operation(row: Row, peers: Mapping[int, int]) -> dict[str, Any]:
+def _of_operation(row: Row, members: Mapping[int, int], group: str) -> dict[str, Any]:
     """Return the attributes of an operation, named as Chakra's reader has them; ranks are the world's."""
-    told: dict[str, Any] = {"is_cpu_op": False, "comm_size": row.nbytes, "pg_name": str(row.group)}
+    told: dict[str, Any] = {"is_cpu_op": False, "comm_size": row.nbytes, "pg_name": group}
     if not row.is_message:
         return {**told, "comm_type": _COLLECTIVES[row.kind]}
-    own, peer = peers.get(row.rank, row.rank), peers.get(row.peer or 0, row.peer or 0)
+    own, peer = members.get(row.rank, row.rank), members.get(row.peer or 0, row.peer or 0)
     source, target = (own, peer) if row.kind == "send" else (peer, own)
     return {**told, "comm_src": source, "comm_dst": target, "comm_tag": row.tag or 0}
 
