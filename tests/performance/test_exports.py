@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sysconfig
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torchestra.performance.prediction import predict, schedule_of
 from torchestra.performance.workload import Operation, Step
 
 MB = 1 << 20
+SIMGRID = Path(__file__).parents[2] / ".venv-simgrid"
 STEP = Step(0.01, 0.02, 0.001, (MB, MB), (0.01, 0.02))
 
 # The grammar of LogGOPSim's txt2bin.re, of the parts that are used.
@@ -117,7 +119,19 @@ def test_goal_needs_every_rank(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("simgrid") is None, reason="needs SimGrid's Python module")
+@pytest.fixture
+def simgrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SimGrid's Python module, as `make .venv-simgrid/.peer` unpacks it, or as it is installed."""
+    modules = SIMGRID / "usr/lib/python3/dist-packages"
+    if (modules / f"simgrid{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
+        libraries = next(SIMGRID.glob("usr/lib/*-linux-gnu"))
+        monkeypatch.syspath_prepend(modules)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))  # for the process that replay() starts
+    elif importlib.util.find_spec("simgrid") is None:
+        pytest.skip("SimGrid's Python module is not here for this Python: make .venv-simgrid/.peer")
+
+
+@pytest.mark.usefixtures("simgrid")
 @pytest.mark.parametrize(
     ("hosts", "ranks", "operation"),
     [(2, 1, "barrier"), (2, 2, "all_reduce:1MB"), (3, 2, "all_reduce:4MB"), (2, 2, "broadcast:4MB")],

@@ -2,7 +2,7 @@
 
 SimGrid (Casanova and others 2014) shares links among messages by a fluid model, where this package's network
 sends one message after the other; so agreement of the two says something. Its Python module is needed, as in
-Debian's package python3-simgrid: see https://simgrid.org.
+Debian's package python3-simgrid (3.32) or of PyPI (4.1): see https://simgrid.org.
 
 Each stream becomes an actor, each host one with a link in either direction. Cores are not shared there, and
 overheads of messages are time of the stream that sends or receives.
@@ -65,7 +65,7 @@ def _replay(schedule: Schedule, machine: Machine) -> float:
         "--log=root.thres:error",
     ]
     engine = simgrid.Engine(arguments)
-    hosts = _platform(simgrid, machine)
+    hosts = _platform(simgrid, engine, machine)
     replayed = _Replay(simgrid, schedule, machine)
     ends: list[float] = []
     for number, stream in enumerate(schedule.streams):
@@ -74,28 +74,39 @@ def _replay(schedule: Schedule, machine: Machine) -> float:
             replayed.act(stream)
             ends.append(engine.clock)
 
-        simgrid.Actor.create(f"stream{number}", hosts[stream.host], act)
+        host = hosts[stream.host]
+        if hasattr(host, "add_actor"):  # since 4.1, as add_netzone_star() below
+            host.add_actor(f"stream{number}", act)
+        else:
+            simgrid.Actor.create(f"stream{number}", host, act)
     engine.run()
     if len(ends) != len(schedule.streams):
         raise DistError(f"{len(schedule.streams) - len(ends)} streams wait for ever in SimGrid")
     return max(ends)
 
 
-def _platform(simgrid: Any, machine: Machine) -> list[Any]:
+def _platform(simgrid: Any, engine: Any, machine: Machine) -> list[Any]:
     """Make a host for each host, with a link to the middle of a star; return them."""
-    zone = simgrid.NetZone.create_star_zone("hosts")
+    new = hasattr(simgrid.NetZone, "add_netzone_star")
+    if new:
+        zone = engine.netzone_root.add_netzone_star("hosts")
+        add_host, add_link = zone.add_host, zone.add_split_duplex_link
+    else:  # before 4.1
+        zone = simgrid.NetZone.create_star_zone("hosts")
+        add_host, add_link = zone.create_host, zone.create_split_duplex_link
     hosts = []
     for number in range(machine.hosts):
-        host = zone.create_host(f"host{number}", 1e9)
+        host = add_host(f"host{number}", 1e9)
         hosts.append(host)
         if machine.link is not None:
             share = machine.slow_links.get(number, 1.0)
             link_class = machine.link.classes[-1]
             bandwidth = share / max(link_class.gap_per_byte_s, 1e-15)
-            link = zone.create_split_duplex_link(f"link{number}", bandwidth)
+            link = add_link(f"link{number}", bandwidth)
             link.set_latency(link_class.latency_s / 2).seal()
             up = simgrid.LinkInRoute(link, simgrid.LinkInRoute.UP)
-            zone.add_route(host.netpoint, None, None, None, [up], True)
+            ends = (host, None) if new else (host.netpoint, None, None, None)
+            zone.add_route(*ends, [up], True)
     zone.seal()
     return hosts
 
