@@ -9,7 +9,7 @@ import torch
 
 import torchestra as dist
 import worlds
-from torchestra.collectives.windows import Window, supports_windows
+from torchestra.collectives.windows import Window
 
 ROUNDS = 50
 
@@ -105,20 +105,27 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     worlds.run("threads", 2, refused)
 
 
-def on_two_hosts() -> None:
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    assert not supports_windows(group)
-    others = "ranks 2, 3" if dist.get_rank() < 2 else "ranks 0, 1"
-    with pytest.raises(dist.InvalidArgumentError, match=f"shares none with {others}, on other hosts"):
-        Window(torch.zeros(2))
-    here = dist.new_subgroups(2)[0]
-    mine = torch.zeros(2)
-    window = Window(mine, here)
-    window.put(torch.ones(1), 1 - dist.get_rank(here), 1)
-    dist.barrier(here)
-    assert mine.tolist() == [0.0, 1.0]
+def test_ranks_of_several_hosts_put_into_each_others_tensors() -> None:
+    worlds.run("threads", 3, puts_over_hosts, hosts=("a", "a", "b"))
 
 
-def test_ranks_need_a_host_in_common() -> None:
-    worlds.run("threads", 4, on_two_hosts, hosts=("a", "a", "b", "b"))
+def puts_over_hosts() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.full((size, 3), -1, dtype=torch.int64)
+    window = Window(mine)
+    for peer in range(size):
+        strided = torch.tensor([[10 * rank + peer, 0]] * 3)[:, 0]
+        if peer % 2:
+            assert window.put(strided, peer, 3 * rank) is None
+        else:
+            work = window.put(strided, peer, 3 * rank, async_op=True)
+            assert work is not None
+            strided.zero_()  # it may be changed already
+            assert work.wait()
+    dist.barrier()
+    assert mine.tolist() == [[10 * each + rank] * 3 for each in range(size)]
+    with pytest.raises(dist.InvalidArgumentError, match="on another host; write with put"):
+        window.map_remote_tensor(0 if rank == 2 else 2)
+    assert window.map_remote_tensor(rank)[0, 0] == rank
+    if rank < 2:
+        assert window.map_remote_tensor(1 - rank)[2, 0] == 21 - rank

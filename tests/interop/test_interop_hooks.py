@@ -190,18 +190,28 @@ def test_ranks_write_into_windows_of_each_other() -> None:
 
 
 def windows_over_hosts(functions: bool) -> None:
-    """Where ranks share no memory: the same refusal on every rank, before anything is sent."""
+    """Put and signalled from host to host; memory is mapped only where it is in reach."""
     rank, group, support = dist.get_rank(), dist.group.WORLD, dist
     make: Any = support._new_window if functions else group.new_window  # type: ignore[attr-defined]
     supported = support._supports_window() if functions else group.supports_window  # type: ignore[attr-defined]
-    assert not supported
-    others = "ranks 0, 1" if rank == 2 else "rank 2"
-    with pytest.raises(ValueError, match=f"rank {rank} shares none with {others}, on other hosts; make a"):
-        make(torch.zeros(2))
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    assert tensor.item() == 3
+    assert supported
+    mine = torch.zeros(3)
+    window = make(mine)
+    if functions:
+        assert window.get_attr((rank + 1) % 3).access_type.name == "UNIFIED"
+    for peer in range(3):
+        work = window.put(torch.tensor([rank + 1.0]), peer, rank, peer != 2)
+        window.signal(peer, False)
+        assert work.wait()
+    for peer in range(3):
+        window.wait_signal(peer, False)
+    assert mine.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="elements 3 to 4 are not all in the 3"):
+        window.put(torch.ones(1), 0 if rank == 2 else 2, 3, False)
+    with pytest.raises(ValueError, match="on another host; write with put"):
+        window.map_remote_tensor(0 if rank == 2 else 2)
+    window.tensor_deregister()
 
 
-def test_windows_over_several_hosts_are_refused_alike_on_every_rank() -> None:
+def test_windows_over_several_hosts() -> None:
     torch_worlds.run(3, windows_over_hosts, hasattr(dist, "_new_window"), hosts=2)

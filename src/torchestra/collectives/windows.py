@@ -1,9 +1,10 @@
 """One-sided access to the tensors of other ranks: windows on them, in the memory that the ranks share.
 
 A rank's tensor is moved to shared memory when it is registered (sharing.py), and every rank learns where it
-lies. Writing into it is then a copy by the rank that writes, of which its owner hears nothing. What tells the
-owner is a signal, a message with a tag of the window's own: what a rank has put before it has sent a signal,
-the rank that has received the signal sees.
+lies. Writing into it is then a copy by the rank that writes, of which its owner hears nothing.
+Into the tensor of a rank on another host, the transport's thread there writes what comes, and acknowledges it
+(engine/multihost/exposed_memory.py). What tells the owner is a signal, a message with a tag of the window's
+own: what a rank has put before it has sent a signal, the rank that has received the signal sees.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torchestra.collectives.functions import barrier, irecv, isend
 from torchestra.collectives.group_arguments import member_of
 from torchestra.collectives.objects import all_gather_object
 from torchestra.collectives.sharing import share_
+from torchestra.communicator import point_to_point
 from torchestra.communicator.work import Work
-from torchestra.errors import InvalidArgumentError, named
+from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group
 
@@ -38,14 +40,9 @@ class _Registered(NamedTuple):
 
 
 def supports_windows(group: ProcessGroup) -> bool:
-    """Return whether this rank can address the shared memory of all ranks: whether they are on its host."""
-    return not _out_of_reach(group)
-
-
-def _out_of_reach(group: ProcessGroup) -> list[int]:
-    """Return the ranks whose shared memory this rank cannot address."""
+    """Return whether this rank can write into memory of all ranks, on its host and on others."""
     engine = group.communicator.engine
-    return [rank for rank in range(group.size()) if engine.heap_of(rank) is None]
+    return engine.serves_puts or all(engine.heap_of(rank) is not None for rank in range(group.size()))
 
 
 class Window:
@@ -53,11 +50,11 @@ class Window:
 
     Args:
         tensor: is registered, if given; then on all ranks.
-        group: whose ranks have the window; they must be on one host.
+        group: whose ranks have the window, on one host or several.
 
     Raises:
-        InvalidArgumentError: this rank is not in the group, or the ranks are on several hosts; or as of
-            :meth:`tensor_register`.
+        InvalidArgumentError: this rank is not in the group, or the group has no memory of the CPU that others
+            can write into; or as of :meth:`tensor_register`.
     """
 
     @checked
@@ -65,15 +62,15 @@ class Window:
         member = default_group() if group is None else member_of(group, "Window")
         if member is None:
             raise InvalidArgumentError(f"Window: this rank is {group!r}")
-        if elsewhere := _out_of_reach(member):
+        if not supports_windows(member):
             raise InvalidArgumentError(
-                f"Window: all ranks of group {member.group_name!r} must share memory, and rank"
-                f" {member.rank()} shares none with {named(elsewhere)}, on other hosts; make a group of"
-                " one host's ranks (new_group), or send"
+                f"Window: the ranks of group {member.group_name!r} have no memory that others can write into;"
+                " make a group of processes or threads for tensors of the CPU (new_group), or send"
             )
         self._group: ProcessGroup = member
         self._tag = _FIRST_TAG + _next_number(member)
-        self._tensors: list[torch.Tensor] = []
+        self._told: list[_Registered] = []
+        self._here: dict[int, torch.Tensor] = {}
         if tensor is not None:
             self.tensor_register(tensor)
 
@@ -93,21 +90,25 @@ class Window:
         """
         group, rank = self._group, self._group.rank()
         told: list[_Registered] = [_Registered()] * group.size()
-        all_gather_object(told, self._place(tensor), group)
+        placed, engine, own = self._place(tensor), group.communicator.engine, tensor.detach()
+        if not placed.problem:  # before the others know, who may put as soon as they do
+            engine.expose(self._tag, own)
+        all_gather_object(told, placed, group)
         for number, each in enumerate(told):
             if each.problem:
+                if not self._told:
+                    engine.expose(self._tag, None)
                 raise InvalidArgumentError(f"tensor_register: rank {number}: {each.problem}")
-        engine = group.communicator.engine
-        self._tensors = [
-            tensor.detach()
-            if number == rank
-            else _view(engine.shared(number, each.offset, _length(each)), each)
+        self._told = told
+        self._here = {
+            number: own if number == rank else _view(engine.shared(number, each.offset, _length(each)), each)
             for number, each in enumerate(told)
-        ]
+            if engine.heap_of(number) is not None
+        }
 
     def _place(self, tensor: torch.Tensor) -> _Registered:
         """Move a tensor of this rank; return where it is."""
-        if self._tensors:
+        if self._told:
             return _Registered(problem="a tensor is registered already; call tensor_deregister() first")
         if not tensor.is_contiguous():
             return _Registered(problem="the tensor must be contiguous; give its .contiguous()")
@@ -126,44 +127,69 @@ class Window:
     def tensor_deregister(self) -> None:
         """End the others' access, once all ranks have called this; the tensor stays as it is."""
         barrier(self._group)
-        self._tensors = []
+        self._group.communicator.engine.expose(self._tag, None)
+        self._told, self._here = [], {}
 
     @checked
     def put(
         self, tensor: torch.Tensor, dst_rank: int, target_offset_nelems: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Write into the tensor of a rank of the group, which takes no part in it.
+        """Write into the tensor of a rank of the group, whose program takes no part in it.
 
-        The elements are there when this returns, but the other rank must not rely on it before a signal of
-        this one, or a collective, has told it.
+        The elements are there when this returns, or the work is done, but the other rank must not rely on it
+        before a signal of this one, or a collective, has told it. A signal that is sent after this was called
+        comes after it, also where the work is not done yet.
 
         Args:
-            tensor: what to write; any strides, and the dtype of the target.
+            tensor: what to write; any strides, and the dtype of the target. It may be changed afterwards.
             dst_rank: the group rank whose tensor is written; this one is allowed.
             target_offset_nelems: at which element of it to begin.
-            async_op: return a work, which is done.
+            async_op: return a work. It is done at once if the other rank is on this host.
 
         Raises:
             InvalidArgumentError: no tensor is registered, the dtypes differ, or the elements do not fit.
+                Nothing is sent.
+            RankFailedError: the rank, on another host, has died. Raised by the work's ``wait()`` as well.
         """
-        target = self._tensor_of(dst_rank, "put").view(-1)
+        target = self._registered(dst_rank, "put")
         start, stop = target_offset_nelems, target_offset_nelems + tensor.numel()
+        room = torch.Size(target.shape).numel()
         if tensor.dtype != target.dtype:
             raise InvalidArgumentError(
                 f"put: `tensor` is {tensor.dtype}, and what rank {dst_rank} has registered {target.dtype}"
             )
-        if start < 0 or stop > target.numel():
+        if start < 0 or stop > room:
             raise InvalidArgumentError(
-                f"put: elements {start} to {stop} are not all in the {target.numel()} that rank {dst_rank}"
+                f"put: elements {start} to {stop} are not all in the {room} that rank {dst_rank}"
                 " has registered"
             )
-        target[start:stop].copy_(tensor.detach().reshape(-1))
+        elements = tensor.detach().reshape(-1)
+        if (here := self._here.get(dst_rank)) is not None:
+            here.view(-1)[start:stop].copy_(elements)
+        elif start < stop:
+            own = torch.empty(stop - start, dtype=target.dtype).copy_(elements)
+            offset, communicator = start * target.dtype.itemsize, self._group.communicator
+            return _waited(point_to_point.put(communicator, own, dst_rank, self._tag, offset), async_op)
         return Work.finished("put", []) if async_op else None
 
     @checked
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """Return the tensor of a rank of the group itself: what is written into it, the rank sees."""
-        return self._tensor_of(rank, "map_remote_tensor")
+        """Return the tensor of a rank of the group itself: what is written into it, the rank sees.
+
+        Raises:
+            InvalidArgumentError: no tensor is registered, or the rank is on another host.
+        """
+        self._registered(rank, "map_remote_tensor")
+        if rank not in self._here:
+            raise InvalidArgumentError(
+                f"map_remote_tensor: rank {self._group.rank()} cannot address memory of rank {rank}, which is"
+                " on another host; write with put(), and have that rank put what you want to read"
+            )
+        return self._here[rank]
+
+    def check_peer(self, rank: int, name: str) -> None:
+        """Raise InvalidArgumentError if a rank has no registered tensor; ``name``: of the function."""
+        self._registered(rank, name)
 
     @checked
     def signal(self, peer_rank: int, async_op: bool = False) -> Work | None:
@@ -177,14 +203,14 @@ class Window:
         work = irecv(torch.empty(1, dtype=torch.uint8), group=self._group, tag=self._tag, group_src=peer_rank)
         return _waited(work, async_op)
 
-    def _tensor_of(self, rank: int, name: str) -> torch.Tensor:
-        if not self._tensors:
+    def _registered(self, rank: int, name: str) -> _Registered:
+        if not self._told:
             raise InvalidArgumentError(
                 f"{name}: no tensor is registered; call tensor_register() on all ranks"
             )
-        if not 0 <= check_integer(rank, "rank", name) < len(self._tensors):
-            raise InvalidArgumentError(f"{name}: {rank} is no rank of a group of {len(self._tensors)}")
-        return self._tensors[rank]
+        if not 0 <= check_integer(rank, "rank", name) < len(self._told):
+            raise InvalidArgumentError(f"{name}: {rank} is no rank of a group of {len(self._told)}")
+        return self._told[rank]
 
 
 def _waited(work: Work | None, async_op: bool) -> Work | None:

@@ -161,6 +161,15 @@ def begin_receive(
     return _waitable(communicator, work, communicator.engine.begin_receive(buffer, rank, tag, limit, end))
 
 
+def put(communicator: CommunicatorState, tensor: torch.Tensor, rank: int, window: int, offset: int) -> Work:
+    """Begin to write a tensor into what a rank on another host has exposed (:meth:`Engine.begin_put`)."""
+    communicator.queue.refuse_if_closed("put")
+    work = Work(f"put to rank {rank} of group {communicator.queue.name!r}")
+    end, limit = partial(_end, work, tensor, tensor, None), communicator.limit(None)
+    transfer = communicator.engine.begin_put(tensor, rank, window, offset, limit, end)
+    return _waitable(communicator, work, transfer)
+
+
 def _by_device(
     communicator: CommunicatorState,
     name: str,

@@ -160,6 +160,35 @@ class Engine(Protocol):
         """Work for a transfer until it has ended."""
         _missing(self, "complete")
 
+    # -- one-sided writes into memory of ranks on other hosts
+
+    @property
+    def serves_puts(self) -> bool:
+        """Return whether there are :meth:`expose` and :meth:`begin_put`, for ranks on other hosts."""
+        return False
+
+    def expose(self, window: int, tensor: torch.Tensor | None) -> None:
+        """Let ranks on other hosts write into a contiguous tensor, by a window's number; None: no more.
+
+        The caller keeps the tensor, a view of what it exposes.
+        """
+        return
+
+    def begin_put(
+        self, tensor: torch.Tensor, rank: int, window: int, offset: int, timeout_s: float, done: Ended
+    ) -> Any:
+        """Begin to write into what a rank on another host has exposed, and return the transfer.
+
+        Args:
+            tensor: what to write; it must not be changed any more, even when this has ended.
+            rank: whose program takes no part in it; what is sent to it later arrives later.
+            window: under which it has exposed a tensor of this dtype.
+            offset: in bytes, where to begin; the caller has checked that all of it fits.
+            timeout_s: how long it may take.
+            done: called when it is there.
+        """
+        _missing(self, "begin_put")
+
     # -- what belongs to it
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -432,7 +432,8 @@ class EventLoop:
             return
         message = peer.assembler.feed(frame)
         if message is not None:
-            if peer.note_received(peer.assembler.sequence, len(message.text)):
+            size = len(message.text) + sum(each.nbytes() for each in message.storages)
+            if peer.note_received(peer.assembler.sequence, size):
                 self._handlers.arrived(message)
             if peer.has_output:
                 self.unsent.append(peer)

@@ -110,6 +110,24 @@ class MultiHostEngine(Engine):
     def check_messages(self) -> None:
         self.mailbox.check()
 
+    @property
+    def serves_puts(self) -> bool:
+        return True
+
+    def expose(self, window: int, tensor: torch.Tensor | None) -> None:
+        self.mailbox.exposed.expose(window, tensor)
+
+    def begin_put(
+        self,
+        tensor: torch.Tensor,
+        rank: int,
+        window: int,
+        offset: int,
+        timeout_s: float,
+        done: Callable[[Transfer], None],
+    ) -> P2PRequest:
+        return self.mailbox.begin_put(tensor, rank, window, offset, timeout_s, done)
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.hierarchy.local.empty(shape, dtype)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.message_recorder import RecordedMessage
 from torchestra.engine.operations import DTYPE_NAMES
@@ -46,6 +47,17 @@ class UnexpectedMessage(NamedTuple):
         least = room if self.length <= small else 0
         is_known = self.request_id > 0 or self.length <= small
         return is_known and 0 <= self.dtype < len(DTYPE_NAMES) and least <= len(self.payload) <= room
+
+    def misfit(self, tensor: torch.Tensor) -> str:
+        """Return why a tensor cannot take it, for an error; "" if it can."""
+        expected = DTYPE_CODE[tensor.dtype], tensor.nbytes
+        if (self.dtype, self.length) == expected:
+            return ""
+        return (
+            f"rank {self.source} sent {self.length} bytes of {DTYPE_NAMES[self.dtype]} with tag {self.tag},"
+            f" but recv expected {expected[1]} bytes of {DTYPE_NAMES[expected[0]]}. The message was thrown"
+            " away; size and dtype must be the same on both sides"
+        )
 
 
 class P2PRequest:

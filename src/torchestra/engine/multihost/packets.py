@@ -23,7 +23,8 @@ class PacketType(IntEnum):
     ``rts`` (request to send): there is a message, whose first bytes are in the packet. ``cts`` (clear to
     send): the sender may send the rest. ``data``: the rest. ``ack``: all of it has arrived. ``refuse``: the
     receiver drops it. ``lost``: it could not arrive. ``withdraw``: its sender has taken it back. ``bye``: no
-    more packets will come.
+    more packets will come. ``put``: bytes for memory that the receiver has exposed (exposed_memory.py), which
+    it answers with ``ack`` or ``lost``.
     """
 
     rts = 1
@@ -34,6 +35,7 @@ class PacketType(IntEnum):
     lost = 6
     withdraw = 7
     bye = 8
+    put = 9
 
 
 class Packet(NamedTuple):
@@ -43,7 +45,7 @@ class Packet(NamedTuple):
         type: a PacketType.
         request: the number by which the sender of the message knows it.
         dtype: the code of the dtype of a message that is announced.
-        length: of that, in bytes.
+        length: of that, in bytes; of a ``put``, at which byte of the exposed memory it begins.
         payload: the bytes that go along.
     """
 

@@ -25,6 +25,7 @@ import torch
 
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.layout import RECEIVED, SENT
+from torchestra.engine.multihost.exposed_memory import ExposedMemory
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.hierarchy import Hierarchy, bytes_of
 from torchestra.engine.multihost.message_recorder import MessageRecorder, RecordedMessage
@@ -32,7 +33,6 @@ from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, Se
 from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack, warnings
 from torchestra.engine.multihost.periodic_thread import PeriodicThread
 from torchestra.engine.multihost.wait_policy import WaitPolicy
-from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.errors import DistBackendError, DistError, GroupAbortedError, GroupDestroyedError
 from torchestra.transport.message import Message
@@ -56,13 +56,13 @@ class PointToPoint:
         self._hosts = hierarchy.hosts
         self._context = hierarchy.context
         self._mailbox: Mailbox = hierarchy.local.mailbox
-        self.transport, self._link = transport, transport.link
-        self.bridge_kind = bridge
+        self.transport, self._link, self.bridge_kind = transport, transport.link, bridge
         self._whose = f"group {hierarchy.name!r}, rank {hierarchy.rank}: "
         self._lock = threading.RLock()
         self._wait_policy = WaitPolicy(hierarchy, lambda rank: rank in self._left)
         self._recorder = MessageRecorder(self._context)
         self._request_ids = itertools.count(1)
+        self.exposed = ExposedMemory()
         self._posted: list[P2PRequest] = []  # receives without a message yet, in order
         self._unexpected: list[UnexpectedMessage] = []  # no receive wants these yet; in order of arrival
         self._outgoing: dict[int, P2PRequest] = {}  # by number: announced, and not yet received
@@ -93,7 +93,7 @@ class PointToPoint:
                 tensor, self._hosts.local_rank_of[rank], tag, timeout_s
             )
             return self._hierarchy.here[local_rank]
-        request = self._new_receive(tensor, rank, tag, timeout_s, None)
+        request = self._new_request("recv", tensor, rank, tag, timeout_s, None)
         try:  # from its beginning: a receive that an interrupt left behind would swallow a message
             self._post_receive(request)
             return self._wait(request)
@@ -125,8 +125,21 @@ class PointToPoint:
             return self._hierarchy.local.begin_receive(
                 tensor, self._hosts.local_rank_of[rank], tag, timeout_s, end
             )
-        request = self._new_receive(tensor, rank, tag, timeout_s, done)
+        request = self._new_request("recv", tensor, rank, tag, timeout_s, done)
         self._post_receive(request)
+        return request
+
+    def begin_put(
+        self, tensor: torch.Tensor, rank: int, window: int, offset: int, timeout_s: float, done: Done
+    ) -> P2PRequest:
+        """See :meth:`Engine.begin_put`."""
+        request = self._new_request("put", tensor, rank, window, timeout_s, done)
+        self._refuse_if_over(rank)
+        with self._begin_entry(request, SENT), self._lock:
+            self._outgoing[request.request_id] = request
+            packet = Packet(PacketType.put, request.request_id, DTYPE_CODE[tensor.dtype], offset)
+            self._write_parts(rank, packet, bytes_of(tensor), window, reliable=True)
+        self._watch(request)
         return request
 
     def wait(self, transfer: Transfer | P2PRequest) -> int:
@@ -174,9 +187,7 @@ class PointToPoint:
     def _begin_far_send(
         self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Done | None
     ) -> P2PRequest:
-        request = P2PRequest(
-            self._whose + "send", next(self._request_ids), tensor, rank, tag, timeout_s, done
-        )
+        request = self._new_request("send", tensor, rank, tag, timeout_s, done)
         length = tensor.nbytes
         if length <= _SMALL_BYTES:
             self._send_small(tensor, rank, tag, background=True)
@@ -203,10 +214,10 @@ class PointToPoint:
             self._write(rank, Packet(PacketType.rts, 0, dtype_code, length, enclosed), tag)
             entry.end(well=True)
 
-    def _new_receive(
-        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Done | None
+    def _new_request(
+        self, kind: str, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Done | None
     ) -> P2PRequest:
-        return P2PRequest(self._whose + "recv", next(self._request_ids), tensor, rank, tag, timeout_s, done)
+        return P2PRequest(self._whose + kind, next(self._request_ids), tensor, rank, tag, timeout_s, done)
 
     def _post_receive(self, request: P2PRequest) -> None:
         self._refuse_if_over()
@@ -320,11 +331,10 @@ class PointToPoint:
 
     def _watch(self, request: P2PRequest) -> None:
         """Make a thread check a message that no thread may be waiting for."""
-        if request.done is None:
-            return
-        self._thread.start()
-        if request.timeout_s < _LONGEST_PAUSE:
-            self._thread.wake()
+        if request.done is not None:
+            self._thread.start()
+            if request.timeout_s < _LONGEST_PAUSE:
+                self._thread.wake()
 
     def _under_way(self) -> list[P2PRequest]:
         with self._lock:
@@ -406,15 +416,16 @@ class PointToPoint:
             if packet.type == PacketType.rts:
                 if message.lost is not None:
                     raise message.lost
-                _, request_id, dtype, length, enclosed = packet
+                _, _, dtype, length, enclosed = packet
                 payload = message.storages[0] if message.storages else enclosed
                 self._announced(UnexpectedMessage(sender, request_id, message.tag, dtype, length, payload))
             elif packet.type == PacketType.data:
                 self._take_rest(sender, request_id, message)
+            elif packet.type == PacketType.put:
+                self._write(sender, Packet(self.exposed.write(message, packet), request_id))
             elif packet.type == PacketType.withdraw:
-                there = ((each.source, each.request_id) for each in self._unexpected)
-                kept = [each != (sender, request_id) for each in there]
-                self._unexpected = list(itertools.compress(self._unexpected, kept))
+                unwanted = sender, request_id
+                self._unexpected = [each for each in self._unexpected if each[:2] != unwanted]
             elif packet.type == PacketType.bye:
                 self._left.add(sender)
             elif packet.type == PacketType.cts:
@@ -436,23 +447,14 @@ class PointToPoint:
 
     def _match(self, request: P2PRequest, message: UnexpectedMessage) -> None:
         """Give a receive the message that matches it."""
-        tensor, source = request.tensor, message.source
-        dtype = DTYPE_CODE[tensor.dtype]
-        if (message.dtype, message.length) != (dtype, tensor.nbytes):
+        tensor, source, payload = request.tensor, message.source, message.payload
+        if misfit := message.misfit(tensor):
             self._answer(message, PacketType.refuse)
-            request.finish(
-                DistBackendError(
-                    f"{self._whose}rank {source} sent {message.length} bytes of"
-                    f" {DTYPE_NAMES[message.dtype]} with tag {message.tag}, but recv expected"
-                    f" {tensor.nbytes} bytes of {DTYPE_NAMES[dtype]}. The message was thrown away; size"
-                    " and dtype must be the same on both sides"
-                )
-            )
+            request.finish(DistBackendError(self._whose + misfit))
             return
         if message.length > _SMALL_BYTES and request.entry is not None:
             request.entry.came(source)
-        eager = request.eager = len(message.payload)
-        payload = message.payload
+        eager = request.eager = len(payload)
         origin = payload if isinstance(payload, bytes) else payload.data_ptr()
         ctypes.memmove(tensor.data_ptr(), origin, eager)
         if eager == message.length:

@@ -13,7 +13,7 @@ from torchestra.collectives.windows import Window
 from torchestra.communicator.work import Work
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
-from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraWork
+from torchestra.interop.torch_distributed.works import TorchestraWork
 from torchestra.process_group import ProcessGroup
 
 _TORCHS: Any = getattr(c10d, "Window", None)
@@ -51,8 +51,8 @@ class TorchestraWindow:
         opts: Any = None,
     ) -> Any:
         """See :meth:`Window.put`."""
-        _as_torch(self._window.put, tensor, dst_rank, target_offset_nelems)
-        return FinishedWork([])
+        work = _as_torch(self._window.put, tensor, dst_rank, target_offset_nelems, True)
+        return _waited(work, async_op, opts)
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
         """See :meth:`Window.map_remote_tensor`."""
@@ -68,8 +68,8 @@ class TorchestraWindow:
         return _waited(_as_torch(self._window.wait_signal, peer_rank, True), async_op, opts)
 
     def get_attr(self, peer_rank: int) -> Any:
-        """Return the memory model: every rank's memory is one, for all of them."""
-        _as_torch(self._window.map_remote_tensor, peer_rank)
+        """Return the memory model: what is put is in the rank's own memory, not in a copy of it."""
+        _as_torch(self._window.check_peer, peer_rank, "get_attr")
         return c10d.WindowAttr()  # type: ignore[attr-defined]
 
 
