@@ -6,8 +6,9 @@ Runs tools/chaos_training.py under ``torchestra run --elastic``, kills a rank no
 each phase of its replacement's joining how long it takes, and how long a core works for it: medians over all
 joins, of the ranks that were there and of the one that joins. A pause is from a step's end until the next
 step may begin. Where there are fewer cores than ranks, the work of all together is what makes it long.
-Parameters and what the optimizer keeps of them (``--model-mb``, three times as much with it) come to the new
-rank in the steps that follow; what the others wait for that in a step is told too.
+A large state comes to the new rank in the steps that follow: of ``--state-mb`` little changes in each step;
+with ``--model-mb`` there are further parameters, three times as much with what the optimizer keeps of them.
+What the others wait for that in a step is told too.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ _PHASES: dict[str, tuple[Any, str]] = {
     _STEP: (loop._Loop, "_finish_step"),
 }
 _OFFER, _SENT = "offer parameters", "wait until they have gone"
+_LAST = "fetch what has changed, at last"
 _SENDING: dict[str, tuple[Any, str]] = {
     _OFFER: (incremental.IncrementalTransfer, "_offer"),
     _SENT: (incremental.IncrementalTransfer, "finish"),
+    _LAST: (state.State, "finish_filling"),
 }
 _LIMIT_S, _POLL_S = 120.0, 0.05
 
@@ -190,6 +193,10 @@ def table(spans: dict[int, list[Span]], joined: list[int]) -> Iterator[str]:
         middle, most = statistics.median(waits) * 1e3, max(waits) * 1e3
         steps = len(waits) / len(pauses)
         yield f"\nin each of {steps:.1f} steps then a sender is kept {middle:.1f} ms, {most:.1f} at most"
+    ends = [span.ended - span.began for own in spans.values() for span in own if span.phase == _LAST]
+    if ends:
+        middle, most = statistics.median(ends) * 1e3, max(ends) * 1e3
+        yield f"and what has changed meanwhile keeps all {middle:.1f} ms in the end, {most:.1f} at most"
 
 
 def waits_of(spans: dict[int, list[Span]]) -> Iterator[float]:

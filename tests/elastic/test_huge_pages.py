@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchestra.elastic.fetching import _new_tensor
+from torchestra.elastic.fetching import new_tensor
 
 pytestmark = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no huge pages"
@@ -27,10 +27,10 @@ def flags_at(address: int) -> set[str]:
 
 
 def test_a_large_tensor_to_receive_into_is_in_huge_pages() -> None:
-    tensor = _new_tensor((64 << 20,), torch.uint8, "cpu")
+    tensor = new_tensor((64 << 20,), torch.uint8, "cpu")
     assert "hg" in flags_at(tensor.data_ptr() + tensor.nbytes // 2)
 
 
 def test_a_tensor_of_another_size_and_type_can_be_written_to_its_ends() -> None:
-    tensor = _new_tensor(((5 << 20) + 3,), torch.int16, "cpu")
+    tensor = new_tensor(((5 << 20) + 3,), torch.int16, "cpu")
     assert tensor.fill_(7).sum() == 7 * tensor.numel()

@@ -32,7 +32,6 @@ Hook = Callable[[elastic.Shard], object]
 def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any state is a large one, and a step brings one parameter."""
     monkeypatch.setattr(state, "_AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(state, "_AT_ONCE_BETWEEN_HOSTS_BYTES", 0)
     for name in ("_FIRST_BYTES", "_LEAST_BYTES", "_MOST_BYTES"):
         monkeypatch.setattr(incremental, name, 1)
 

@@ -165,11 +165,12 @@ def test_what_arrives_damaged_from_everybody_is_an_error_on_all(
         assert "arrived with another checksum 4 times, on rank 2" in each.message
 
 
-def test_models_that_differ_are_an_error_on_all() -> None:
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_models_that_differ_are_an_error_on_all(hosts: str) -> None:
     def body() -> None:
-        elastic.State(model=nn.Linear(2, 2 + dist.get_rank())).sync()
+        elastic.State(model=nn.Linear(200, 200 + dist.get_rank())).sync()
 
-    zero, one = outcomes("threads", 2, body)
+    zero, one = outcomes("threads", 2, body, hosts=list(hosts))
     text = "rank 1 of group 'default' cannot take over the state of the others: model.weight is of"
     for each, kind in ((zero, dist.DistError), (one, dist.InvalidArgumentError)):
         assert type(each.error) is kind
@@ -208,7 +209,7 @@ def test_a_rank_whose_sources_die_keeps_what_it_has(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("start", [3, 16])
-def test_the_checksum_of_a_transfer_sees_one_changed_word_and_misplaced_stretches(start: int) -> None:
+def test_the_checksum_of_a_block_sees_changed_words_and_misplaced_stretches(start: int) -> None:
     generator, length = torch.Generator().manual_seed(0), 41770  # twice four pages, two pages, and some bytes
     stop = length - 2
     tensors = [
@@ -220,7 +221,7 @@ def test_the_checksum_of_a_transfer_sees_one_changed_word_and_misplaced_stretche
         large = tensors[0].clone()
         for where, value in changed:
             large[where] = value
-        return TensorBlocks([large, *tensors[1:]]).transfer_checksum(block)
+        return TensorBlocks([large, *tensors[1:]]).checksum(block)
 
     expected, large = checksum(), tensors[0]
     beside = (slice(0, start), large[:start] + 1), (slice(stop, None), large[stop:] + 1)
@@ -231,13 +232,21 @@ def test_the_checksum_of_a_transfer_sees_one_changed_word_and_misplaced_stretche
     for first, second in itertools.combinations(pages, 2):
         assert checksum((first, large[second]), (second, large[first])) != expected
     assert checksum((slice(start, 40000), large[start + 1 : 40001])) != expected
+    for one, other in ((start, start + 8), (start + 5000, start + 7040), (stop - 200, stop - 100)):
+        first, second = slice(one, one + 8), slice(other, other + 8)  # words that change places in a page
+        assert checksum((first, large[second]), (second, large[first])) != expected
+        signs = [
+            (slice(each.start + 7, each.stop), large[each.start + 7 : each.stop] ^ 128)
+            for each in (first, second)
+        ]
+        assert checksum(*signs) != expected
     blocks = TensorBlocks(tensors)
     targets = [torch.zeros_like(each) for each in tensors]
     copied, back = bytearray(bytes_of(block)), TensorBlocks(targets)
     address = ctypes.addressof(ctypes.c_char.from_buffer(copied))
     assert blocks.copy_out(block, address) == expected
     assert copied == bytes(large[start:stop]) + bytes(tensors[1]) + bytes(tensors[2][:5])
-    assert back.copy_in(block, address) == back.transfer_checksum(block) == expected
+    assert back.copy_in(block, address) == back.checksum(block) == expected
     torch.testing.assert_close(targets[0][start:stop], large[start:stop])
     assert not any(map(torch.any, (targets[0][:start], targets[0][stop:])))
 

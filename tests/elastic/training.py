@@ -97,11 +97,16 @@ def train(
 
 
 def go_on(
-    state: elastic.State, shards: int, steps: int, hook: Hook = lambda shard: None, minimum: int = 1
+    state: elastic.State,
+    shards: int,
+    steps: int,
+    hook: Hook = lambda shard: None,
+    minimum: int = 1,
+    update: Callable[[], object] | None = None,
 ) -> None:
     network = state.modules[0]
     inputs, targets = data()
-    for shard in elastic.shards(state, steps, shards, seed=3, minimum=minimum):
+    for shard in elastic.shards(state, steps, shards, seed=3, minimum=minimum, update=update):
         mine = shard.indices(SAMPLES, BATCH)
         hook(shard)
         if len(mine) > 1:  # BatchNorm needs two

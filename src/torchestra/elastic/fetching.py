@@ -2,11 +2,12 @@
 
 All ranks of the group take part. (1) The first source of each item tells how it is built: its skeleton, which
 has a TensorSpec for each tensor, and with it the bytes of a short item; and each source tells where it puts
-blocks. (2) Each target says which blocks it wants: all, or between hosts those whose checksum differs, but
-none that has come already. Every rank finds the same plan from this. (3) Each source sends its share of each
-target's blocks, straight from and into the tensors: within a host through memory of its own that both address
-(staging.py), else as messages, all at once. (4) The sources tell the checksums of what they sent, through
-memory together with each block, and a block that arrived otherwise is wanted again, from another source.
+blocks. (2) Each target says which blocks it wants: all, or those whose checksum differs (between hosts, and
+where it has got some before), but none that has come already. Every rank finds the same plan from this. (3)
+Each source sends its share of each target's blocks, straight from and into the tensors: within a host through
+memory of its own that both address (staging.py), else as messages, all at once. (4) The sources tell the
+checksums of what they sent, through memory together with each block, and a block that arrived otherwise is
+wanted again, from another source.
 
 A rank whose own state is whole, one step behind, receives into other memory and takes it over when all is
 verified: should the sources die on the way, it still has what it had.
@@ -15,7 +16,7 @@ verified: should the sources die on the way, it still has what it had.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,13 @@ from torchestra.collectives.objects import all_gather_object
 from torchestra.communicator.work import Work
 from torchestra.elastic import staging
 from torchestra.elastic.blocks import BLOCK_BYTES, Block, Receiving, TensorBlocks, blocks_of, bytes_of
-from torchestra.elastic.parts import flatten_tensors, paths_of, tensor_specs_of, unflatten_tensors
+from torchestra.elastic.parts import (
+    flatten_tensors,
+    have_same_tensors,
+    paths_of,
+    tensor_specs_of,
+    unflatten_tensors,
+)
 from torchestra.engine.memory.mapping import prefer_huge_pages
 from torchestra.errors import DistError, InvalidArgumentError, named
 from torchestra.process_group import ProcessGroup
@@ -33,6 +40,18 @@ from torchestra.process_group import ProcessGroup
 _MAX_ROUNDS = 4
 _SHORT_BYTES = 64 << 10  # of an item that is told at once: a step of the exchange takes longer
 _HUGE_FROM_BYTES = 4 << 20  # two huge pages, of which one may have its place at an end
+
+
+class Known(NamedTuple):
+    """Hold what a target has of a value, as it was some time ago.
+
+    Attributes:
+        skeleton: how the value was built then; the target's own value is built so.
+        checksums: of the blocks that it has, by their place among all blocks.
+    """
+
+    skeleton: Any
+    checksums: Mapping[int, int]
 
 
 class Item(NamedTuple):
@@ -43,12 +62,15 @@ class Item(NamedTuple):
         sources: ranks with the value, which is the same on all of them.
         targets: ranks that want it.
         whole: this rank's own value must not be touched before all has arrived.
+        known: what this rank has of it already, if it is a target; blocks are moved that are not so any more.
+            None on all ranks: no target has any.
     """
 
     value: Any
     sources: Sequence[int]
     targets: Sequence[int]
     whole: bool
+    known: Known | None = None
 
 
 class Fetched(NamedTuple):
@@ -174,9 +196,11 @@ class _Moved:
         self.numbers = list(self._blocks)
         self.sends, self.receives = group.rank() in item.sources, group.rank() in item.targets
         self.lacks = self.numbers if self.receives else []
-        # Between hosts a checksum costs less than the block; through memory it costs more.
-        self.compares = group.communicator.engine.hosts is not None
+        # Between hosts a checksum costs less than the block; through memory as much, unless it is known.
+        self.compares = item.known is not None or group.communicator.engine.hosts is not None
         self._tensors: list[torch.Tensor] = []
+        known = item.known
+        self._known = known.checksums if known and have_same_tensors(known.skeleton, self.skeleton) else {}
 
     def prepare(self, skeleton: Any, tensors: list[torch.Tensor]) -> str | None:
         """Find the memory to send or to receive into; return why there is none, if so."""
@@ -197,9 +221,13 @@ class _Moved:
         """Return a block by its number."""
         return self._blocks[number]
 
-    def transfer_checksum(self, number: int) -> int:
-        """Return the checksum of a block that was sent or received."""
-        return self.tensor_blocks.transfer_checksum(self.block(number))
+    def checksum(self, number: int) -> int:
+        """Return the checksum of a block as it is."""
+        return self.tensor_blocks.checksum(self.block(number))
+
+    def own_checksum(self, number: int) -> int | None:
+        """Return the checksum of what a target has of a block; None if it has nothing of it."""
+        return self.checksum(number) if self.item.known is None else self._known.get(number - self.numbers[0])
 
     def value(self) -> Any:
         """Return what has been received."""
@@ -212,7 +240,7 @@ class _Moved:
         for path, index in paths_of(self.skeleton).items():
             spec = self.specs[index]
             if path not in mine:
-                targets.append(_new_tensor(spec.shape, spec.dtype, spec.device))
+                targets.append(new_tensor(spec.shape, spec.dtype, spec.device))
                 continue
             own = tensors[mine[path]]
             if (own.dtype, tuple(own.shape)) != (spec.dtype, spec.shape):
@@ -224,7 +252,7 @@ class _Moved:
             if self.item.whole or not own.is_contiguous():
                 # If blocks are compared, those that are alike stay.
                 copied = own.clone(memory_format=torch.contiguous_format) if self.compares else None
-                own = _new_tensor(own.shape, own.dtype, own.device) if copied is None else copied
+                own = new_tensor(own.shape, own.dtype, own.device) if copied is None else copied
             targets.append(own)
         return targets, None
 
@@ -252,7 +280,7 @@ class _Exchange:
 
     def run(self, refusal: str | None) -> Fetched:
         """Send and receive until all targets have what they want."""
-        wanted = self._gather_wanted(self._wanted() if refusal is None else refusal)
+        wanted = self._gather_wanted(self._wanted(refusal))
         came = [number for each in self.moved if each.is_told and each.receives for number in each.numbers]
         count, differing = self._bytes(came), sum(len(each.lacks) for each in self.moved if each.is_told)
         for turn in range(_MAX_ROUNDS):
@@ -274,25 +302,25 @@ class _Exchange:
     def _bytes(self, numbers: Sequence[int]) -> int:
         return sum(bytes_of(self._of_block[number].block(number)) for number in numbers)
 
-    def _wanted(self) -> list[int]:
-        """Return the blocks that this rank wants, when those that are alike have been found."""
+    def _wanted(self, refusal: str | None) -> list[int] | str:
+        """Return the blocks that this rank wants, without those that are alike; or the refusal."""
         numbers = [number for each in self.moved for number in each.lacks]
         compared = [each for each in self.moved if each.compares and not each.is_told]
         if not compared:
-            return numbers
+            return numbers if refusal is None else refusal
         shares = {
-            number: each.tensor_blocks.checksum(each.block(number))
+            number: each.checksum(number)
             for each in compared
             if each.sends
             for number in each.numbers[each.item.sources.index(self.group.rank()) :: len(each.item.sources)]
         }
         theirs = _joined(gathered(self.group, shares))
+        if refusal is not None:
+            return refusal
         # A block that was told, and came damaged, is not among theirs.
-        return [number for number in numbers if self._checksum(number) != theirs.get(number)]
-
-    def _checksum(self, number: int) -> int:
-        moved = self._of_block[number]
-        return moved.tensor_blocks.checksum(moved.block(number))
+        return [
+            number for number in numbers if self._of_block[number].own_checksum(number) != theirs.get(number)
+        ]
 
     def _move(self, wanted: list[list[int]], turn: int) -> _Round:
         """Send and receive one round."""
@@ -311,11 +339,11 @@ class _Exchange:
         for number, works in sending:
             _wait(works)
             if number not in sums:  # what was just sent is still in the processor's cache
-                sums[number] = self._of_block[number].transfer_checksum(number)
+                sums[number] = self._of_block[number].checksum(number)
         for number, into, works in receiving:
             _wait(works)
             into.finish()
-            unverified[number] = self._of_block[number].transfer_checksum(number)
+            unverified[number] = self._of_block[number].checksum(number)
         return _Round([*came, *unverified], bad, unverified, sums)
 
     def _plan(self, wanted: list[list[int]], turn: int) -> dict[tuple[int, int], list[int]]:
@@ -380,7 +408,7 @@ class _Exchange:
         )
 
 
-def _new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Return memory to receive into; much of it in huge pages, as else page faults take most of the time."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.device.type == "cpu" and tensor.nbytes >= _HUGE_FROM_BYTES:

@@ -120,7 +120,8 @@ class _Loop:
                     self._members.wait_for(self.minimum)
                     self._sync()
                 if self.state.step >= self.steps:
-                    self._transfer.complete(self.group)
+                    if self._transfer.complete(self.group):
+                        self.sum.begin_step()
                     barrier(group=self.group)  # so that nobody leaves while another might need its state
                     return
                 self._transfer.begin(self.group)
@@ -166,8 +167,10 @@ class _Loop:
         seed_all(self.seed, self.state.step, self.shards)
         self.sum.install()
         self._transfer.clear_gradients()
-        with self.state.local_updates():
-            self.update()
+        # Without units an update might read, or change, what this rank has not got yet.
+        if self.state.filled is None or self.state.units is not None:
+            with self.state.local_updates():
+                self.update()
         self.state.advance(self.sum.loss)
         self.sum.begin_step()
 

@@ -178,6 +178,11 @@ def paths_of(skeleton: Any) -> dict[tuple[Any, ...], int]:
     return found
 
 
+def have_same_tensors(one: Any, other: Any) -> bool:
+    """Return whether two skeletons have tensors of the same kinds at the same places."""
+    return paths_of(one) == paths_of(other) and tensor_specs_of(one) == tensor_specs_of(other)
+
+
 def _rebuilt(each: Any, visit: Any) -> Any:
     """Return a container of the same kind with its values visited; anything else as it is."""
     if isinstance(each, dict):

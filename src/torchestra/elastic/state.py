@@ -13,9 +13,10 @@ import torch
 
 from torchestra.collectives.functions import barrier
 from torchestra.elastic.checkpoints import Checkpoints, Writer
-from torchestra.elastic.fetching import Item, fetch, gathered
+from torchestra.elastic.fetching import Item, Known, fetch, gathered
 from torchestra.elastic.membership import MembershipChange
-from torchestra.elastic.parts import Part, part_of
+from torchestra.elastic.parts import Part, flatten_tensors, part_of
+from torchestra.elastic.prefetched import Prefetched
 from torchestra.elastic.sharded_optimizer import Holders, Move, ShardedOptimizer, assign_holders
 from torchestra.elastic.units import Units
 from torchestra.errors import DistError, InvalidArgumentError, named, shown
@@ -24,9 +25,8 @@ from torchestra.process_group import ProcessGroup
 from torchestra.world.init import default_group
 
 _log = logging.getLogger(__name__)
-_AT_ONCE_BYTES = 64 << 20
-"""A rank that joins a training gets more than this bit by bit, where all are on one host."""
-_AT_ONCE_BETWEEN_HOSTS_BYTES = 4 << 20
+_AT_ONCE_BYTES = 4 << 20
+"""A rank that joins a training gets more than this bit by bit."""
 
 
 class StateSummary(NamedTuple):
@@ -37,8 +37,9 @@ class StateSummary(NamedTuple):
         checkpoint: the newest one's step, if it may have to be read.
         held: by sharded optimizer, the parameters whose part it has.
         partial: it has parameters that others have updated, as they were before the step.
-        filled: how many units it has, if it lacks some.
-        units: the digest of its units, and how many bytes they have; None if they are not moved bit by bit.
+        filled: how many pieces it has, if it lacks some.
+        units: the digest of its units, if it has any.
+        bytes: of all its tensors.
         trains: it has been in the training before.
     """
 
@@ -47,7 +48,8 @@ class StateSummary(NamedTuple):
     held: tuple[frozenset[int], ...]
     partial: bool
     filled: int | None
-    units: tuple[str, int] | None
+    units: str | None
+    bytes: int
     trains: bool
 
     @property
@@ -99,11 +101,11 @@ class State:
         loss: the mean loss of the last step of :func:`shards`; nan before.
         changes: of the members, while :func:`shards` ran, as this rank saw them; may be emptied.
         loop: the run of :func:`shards` that trains this state; its own.
-        units: what ranks that join get bit by bit; None if all is fetched at once. Like what follows, it is
-            the package's own.
+        units: the parameters that a rank can update while it lacks others; None if it can not. Like what
+            follows, it is the package's own.
         trains: whether this rank has been in the present run of :func:`shards` before.
-        filled: how many units this rank has; None if it lacks none.
-        filling: the ranks of the group that lack units, and how many each has.
+        filled: how many pieces of the state this rank has got, units or blocks; None if it has all.
+        filling: the ranks of the group that lack some, and how many each has.
 
     Raises:
         InvalidArgumentTypeError: a part has no state.
@@ -167,8 +169,8 @@ class State:
         return {name: part.value() for name, part in self._parts.items()}
 
     def _load(self, values: dict[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load(values[name])
+        for name, value in values.items():
+            self._parts[name].load(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; :meth:`sync` then has others follow this rank.
@@ -235,9 +237,15 @@ class State:
         newest = None
         if self.checkpoints is not None and (self._sharded or not self._valid or self.filled is not None):
             newest = self.checkpoints.newest_step()
-        units = None if self.units is None else (self.units.digest, self.units.bytes)
         return StateSummary(
-            self.newest_step, newest, held, self._valid and self._partial, self.filled, units, self.trains
+            self.newest_step,
+            newest,
+            held,
+            self._valid and self._partial,
+            self.filled,
+            None if self.units is None else self.units.digest,
+            sum(tensor.nbytes for tensor in flatten_tensors(self._values())[1]),
+            self.trains,
         )
 
     def _begin(self, group: ProcessGroup, summaries: list[StateSummary], lost: str) -> str | None:
@@ -291,16 +299,18 @@ class State:
         self.filling = {}
         if behind:
             values = self._values()
-            if self._moves_units(summaries, sources, behind, hosts is not None):
-                assert self.units is not None
+            if self._moves_bit_by_bit(summaries, sources, behind):
                 self.filling = {rank: summaries[rank].filled or 0 for rank in behind}
                 fresh = tuple(rank for rank in behind if summaries[rank].filled is None)
-                if fresh:
-                    items.append(Item(self.units.others(values, last=False), sources, fresh, whole=False))
+                if fresh and self.units is not None:
+                    items.append(Item(self.units.needed(values), sources, fresh, whole=False))
             else:
                 whole = self._valid and self.filled is None
                 items.append(Item(values, sources, behind, whole))
         count = self._take_over(group, items, moves, newest) if items else 0
+        if group.rank() in self.filling and self.filled is None:
+            self.step, self._valid, self.filled = newest, True, 0
+            self._partial = False
         for sharded, holders in zip(self._sharded, new, strict=True):
             sharded.divide(holders, group)
         return count
@@ -318,34 +328,25 @@ class State:
                 sharded.adopt(fetched.values[number])
         if (whole := fetched.values.get(len(moves))) is not None:
             if self.filling:
-                assert self.units is not None
-                self._load(self.units.completed(whole, self._values()))
-                self.step, self._valid, self.filled = newest, True, 0
+                self._load(self._completed(whole))
             else:
                 self.load_state_dict({"step": newest, "parts": whole})
-            self._partial = False
+                self._partial = False
         if moves:
             barrier(group=group)  # only when all have adopted theirs may any rank drop what it had
         return fetched.bytes
 
-    def _moves_units(
-        self,
-        summaries: list[StateSummary],
-        sources: tuple[int, ...],
-        behind: tuple[int, ...],
-        over_hosts: bool,
+    def _moves_bit_by_bit(
+        self, summaries: list[StateSummary], sources: tuple[int, ...], behind: tuple[int, ...]
     ) -> bool:
-        """Return whether ranks that are behind get their units while the others train; all find the same."""
+        """Return whether ranks that are behind get the state while the others train; all find the same."""
         first = summaries[sources[0]]
-        if first.units is None or not first.trains or self._sharded:
-            return False
-        if any(summary.units is None or summary.units[0] != first.units[0] for summary in summaries):
+        if not first.trains or self._sharded or any(each.units != first.units for each in summaries):
             return False
         filling = [rank for rank in behind if summaries[rank].filled is not None]
         if any(summaries[rank].step != (first.step if rank in filling else None) for rank in behind):
             return False
-        limit = _AT_ONCE_BETWEEN_HOSTS_BYTES if over_hosts else _AT_ONCE_BYTES
-        return bool(filling) or first.units[1] > limit
+        return bool(filling) or first.bytes > _AT_ONCE_BYTES
 
     def _holders(self, index: int, summaries: list[StateSummary], sources: tuple[int, ...]) -> Holders:
         """Return the ranks that have the newest part of each parameter of a sharded optimizer."""
@@ -392,27 +393,33 @@ class State:
         self.load_state_dict(found.state)
         return str(found.path)
 
-    def finish_filling(self, group: ProcessGroup) -> list[int]:
-        """Have ranks that have all units by now fetch the rest: the package calls it, on all ranks.
+    def others(self) -> dict[str, Any]:
+        """Return the values of all parts, without the units: the package calls it."""
+        return self._values() if self.units is None else self.units.others(self._values())
 
-        Returns:
-            These ranks; they lack nothing any more.
+    def _completed(self, others: dict[str, Any]) -> dict[str, Any]:
+        return others if self.units is None else self.units.completed(others, self._values())
+
+    def finish_filling(self, group: ProcessGroup, ready: list[int], prefetched: Prefetched | None) -> None:
+        """Have ranks fetch what has changed, and what has not come yet: the package calls it, on all ranks.
+
+        Args:
+            group: of all ranks.
+            ready: these ranks; they have all units, and then they lack nothing any more.
+            prefetched: what this rank has got of what is not in units, if it is one of them.
 
         Raises:
             GroupAbortedError: a rank died meanwhile.
         """
-        units = self.units
-        ready = [rank for rank, count in self.filling.items() if units and count == len(units.all)]
-        if units is None or not ready:
-            return []
         sources = [rank for rank in range(group.size()) if rank not in self.filling]
-        values = self._values()
-        fetched = fetch(group, [Item(units.others(values, last=True), sources, ready, whole=False)])
+        own, known = self.others(), Known({}, {})
+        if prefetched is not None and group.rank() in ready:
+            own, known = prefetched.value(), prefetched.known()
+        fetched = fetch(group, [Item(own, sources, ready, whole=False, known=known)])
         if 0 in fetched.values:
-            self._load(units.completed(fetched.values[0], values))
+            self._load(self._completed(fetched.values[0]))
             self.filled = None
         self.filling = {rank: count for rank, count in self.filling.items() if rank not in ready}
-        return ready
 
     def advance(self, loss: float) -> None:
         """Count a step, after its update: the package calls it."""

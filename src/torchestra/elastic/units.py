@@ -109,31 +109,34 @@ class Units:
         """Return how many bytes all have."""
         return sum(each.bytes for each in self.all)
 
-    def others(self, values: Mapping[str, Any], last: bool) -> dict[str, Any]:
+    def others(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what there is beside the units.
 
         Args:
             values: of all parts.
-            last: without any parameters: those that no optimizer has do not change.
         """
         found = {}
         for name, value in values.items():
-            part = self._parts[name]
-            if isinstance(part, torch.nn.Module):
-                left_out = {inner for inner, _ in part.named_parameters()} if last else self._names[name]
-                found[name] = {inner: each for inner, each in value.items() if inner not in left_out}
-            elif isinstance(part, torch.optim.Optimizer):
+            if name in self._names:
+                found[name] = {inner: each for inner, each in value.items() if inner not in self._names[name]}
+            elif isinstance(self._parts[name], torch.optim.Optimizer):
                 found[name] = {**value, "state": {}}
             else:
                 found[name] = value
         return found
 
+    def needed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what an update needs beside the units and their gradients."""
+        others = self.others(values)
+        updating = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        return {name: others[name] for name, part in self._parts.items() if isinstance(part, updating)}
+
     def completed(self, others: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of all parts: another rank's :meth:`others`, and this rank's units."""
+        """Return the values of parts: what :meth:`others` or :meth:`needed` gave, and this rank's units."""
         found = dict(others)
-        for name, part in self._parts.items():
-            if isinstance(part, torch.nn.Module):
-                found[name] = {**values[name], **others[name]}
-            elif isinstance(part, torch.optim.Optimizer):
-                found[name] = {**others[name], "state": values[name]["state"]}
+        for name, other in others.items():
+            if name in self._names:
+                found[name] = {**values[name], **other}
+            elif isinstance(self._parts[name], torch.optim.Optimizer):
+                found[name] = {**other, "state": values[name]["state"]}
         return found
