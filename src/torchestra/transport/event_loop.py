@@ -432,8 +432,7 @@ class EventLoop:
             return
         message = peer.assembler.feed(frame)
         if message is not None:
-            size = len(message.text) + sum(each.nbytes() for each in message.storages)
-            if peer.note_received(peer.assembler.sequence, size):
+            if peer.note_received(peer.assembler.sequence, message.nbytes):
                 self._handlers.arrived(message)
             if peer.has_output:
                 self.unsent.append(peer)

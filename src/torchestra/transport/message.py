@@ -29,6 +29,11 @@ class Message(NamedTuple):
     storages: Sequence[torch.UntypedStorage]
     lost: MemoryError | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes have come, of all parts."""
+        return len(self.text) + sum(storage.nbytes() for storage in self.storages)
+
 
 @dataclass(frozen=True)
 class Handlers:
