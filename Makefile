@@ -68,9 +68,15 @@ test-interop: $(VENV)/.interop
 
 # What torch's own parts do on Gloo and where torchestra serves "gloo", and other people's software likewise, each in
 # an environment of its own (some 2 GB with torch for the CPU, 7 GB with PyPI's): make test-ecosystem SOFTWARE=ray
+# With another version of torch, all in the environment of that: make test-ecosystem TORCH=2.15.0 SOFTWARE="ray hta"
+ifeq ($(origin TORCH),file)
 test-ecosystem: $(VENV)/.test $(foreach each,$(SOFTWARE),.venv-$(each)/.test)
 	$(RUN) -m pytest tests/ecosystem/test_torch_programs.py $(ARGS)
 	$(foreach each,$(SOFTWARE),.venv-$(each)/bin/python -m pytest tests/ecosystem/test_libraries.py $(ARGS) &&) true
+else
+test-ecosystem: $(addprefix .venv-torch-$(TORCH)/.,test $(filter-out vllm,$(SOFTWARE)))
+	.venv-torch-$(TORCH)/bin/python -m pytest tests/ecosystem $(ARGS)
+endif
 
 # With Ray, which is large, on a cluster of two nodes on this machine.
 test-ray: $(VENV)/.ray
@@ -149,14 +155,20 @@ $(INSTALLED): | $(VENV)/bin/python
 	@PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/bin/python tools/install.py 'torch==$*' -e '.[dev,examples]'
 	@touch $@
 
-.venv-huggingface/.test: PACKAGES := transformers accelerate
-.venv-lightning/.test: PACKAGES := lightning torchmetrics
-.venv-ray/.test: PACKAGES := 'ray[train]'
-.venv-hta/.test: PACKAGES := HolisticTraceAnalysis
-.venv-huggingface/.test .venv-lightning/.test .venv-ray/.test .venv-hta/.test: $(DEFINED_BY)
-	@echo "installing torchestra[dev,examples] with $(PACKAGES) into $(@D)"
+huggingface := transformers accelerate
+lightning := lightning torchmetrics
+ray := 'ray[train]'
+hta := HolisticTraceAnalysis
+LIBRARIES := huggingface lightning ray hta
+$(LIBRARIES:%=.venv-%/.test): .venv-%/.test: $(DEFINED_BY)
+	@echo "installing torchestra[dev,examples] with $($*) into $(@D)"
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python $(INSTALL) -e '.[dev,examples]' $(PACKAGES)
+	@$(@D)/bin/python $(INSTALL) -e '.[dev,examples]' $($*)
+	@touch $@
+
+$(LIBRARIES:%=.venv-torch-$(TORCH)/.%): .venv-torch-$(TORCH)/.%: .venv-torch-$(TORCH)/.test
+	@echo "installing $($*) into $(@D)"
+	@PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/bin/python tools/install.py 'torch==$(TORCH)' $($*)
 	@touch $@
 
 # It pins torch, llvmlite and more itself, to other versions than constraints.txt. What it needs for pictures and

@@ -1,4 +1,8 @@
-"""What the tests of other people's software share, and the table of how long each took."""
+"""What the tests of other people's software share, and the table of how long each took (software_times.py).
+
+With ``--rounds 3`` what is timed is run three times on Gloo and three times on torchestra, by turns, and for
+longer: make test-ecosystem SOFTWARE=lightning ARGS="--rounds 3".
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from software_times import Times
 
 from fork_server import start_server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))  # torch_worlds and small_transformer
 
-SECONDS: dict[str, tuple[float, float]] = {}
-"""By software: how long its training took on Gloo and on torchestra."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which times are measured."""
+    parser.addoption("--rounds", type=int, default=1, help="runs on Gloo and on torchestra, for times")
+
+
+_times = pytest.StashKey[Times]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,14 +35,18 @@ def _ranks_start_warm() -> None:
     start_server()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the table of times."""
+    config.stash[_times] = Times(config.getoption("--rounds"))
+
+
 @pytest.fixture(scope="session")
-def seconds() -> dict[str, tuple[float, float]]:
-    return SECONDS
+def times(request: pytest.FixtureRequest) -> Times:
+    return request.config.stash[_times]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the times, which say little where other programs compute."""
-    if SECONDS:
-        terminalreporter.write_line(f"{'seconds of training':40} {'gloo':>8} {'torchestra':>11}")
-    for name, (gloo, ours) in SECONDS.items():
-        terminalreporter.write_line(f"{name:40} {gloo:8.2f} {ours:11.2f}")
+    times = config.stash[_times]
+    for line in times.lines() if times.runs else ():
+        terminalreporter.write_line(line)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from software_times import Times
 
 import torchestra
 import worlds
@@ -80,42 +83,57 @@ def result(said: str) -> dict[str, Any]:
     return found
 
 
-def compare(name: str, seconds: dict[str, tuple[float, float]], *command: str, **variables: str) -> None:
-    on_gloo, ours = (result(output(served, *command, **variables)) for served in (False, True))
-    assert ours["ranks"] == on_gloo["ranks"] == 2
-    assert ours["losses"]
-    assert ours["losses"] == pytest.approx(on_gloo["losses"], rel=1e-5, abs=2e-6)
-    seconds[name] = on_gloo["seconds"], ours["seconds"]
+def compare(name: str, times: Times, *command: str, longer: Sequence[str] = ()) -> None:
+    """Run a program on Gloo and on torchestra, by turns; ``longer``: its arguments if it is measured."""
+    arguments = (*command, *(longer if times.rounds > 1 else ()))
+    for _ in range(times.rounds):
+        on_gloo, ours = (result(output(served, *arguments)) for served in (False, True))
+        assert ours["ranks"] == on_gloo["ranks"] == 2
+        assert ours["losses"]
+        assert ours["losses"] == pytest.approx(on_gloo["losses"], rel=1e-5, abs=2e-6)
+        for served, found in ((False, on_gloo), (True, ours)):
+            times.add(name, served, found["processor_seconds"], found["seconds"])
+
+
+def processor_seconds() -> float:
+    """Return the processor time of all processes that this one has started and waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @needs("transformers")
-def test_transformers_trainer(
-    seconds: dict[str, tuple[float, float]], nothing_left: Callable[[], None]
-) -> None:
-    compare("transformers: Trainer, a tiny Llama", seconds, *TORCHRUN, str(PROGRAMS / "trainer.py"))
+def test_transformers_trainer(times: Times, nothing_left: Callable[[], None]) -> None:
+    program = str(PROGRAMS / "trainer.py")
+    compare("transformers: Trainer, a tiny Llama", times, *TORCHRUN, program, longer=["10"])
     nothing_left()
 
 
 @needs("accelerate")
-def test_accelerates_own_test_script(nothing_left: Callable[[], None]) -> None:
-    """It checks by itself what it does: data loaders, gathering, training against one process."""
+def test_accelerates_own_test_script(times: Times, nothing_left: Callable[[], None]) -> None:
+    """It checks by itself what it does: data loaders, gathering, training against one process.
+
+    Its times are those of whole processes, which import libraries for most of them.
+    """
     found = importlib.util.find_spec("accelerate.test_utils.scripts.test_script")
     assert found is not None
     assert found.origin is not None
-    for served in (False, True):
+    for served in (False, True) * times.rounds:
+        began, began_processor = time.perf_counter(), processor_seconds()
         output(served, *TORCHRUN, found.origin, ACCELERATE_USE_CPU="true")
+        used = processor_seconds() - began_processor
+        times.add("accelerate: its test script, whole", served, used, time.perf_counter() - began)
     nothing_left()
 
 
 @needs("lightning")
-def test_lightning(seconds: dict[str, tuple[float, float]], nothing_left: Callable[[], None]) -> None:
-    compare('Lightning: strategy "ddp"', seconds, str(PROGRAMS / "lightning_fit.py"))
+def test_lightning(times: Times, nothing_left: Callable[[], None]) -> None:
+    compare('Lightning: strategy "ddp"', times, str(PROGRAMS / "lightning_fit.py"), longer=["30"])
     nothing_left()
 
 
 @needs("torchmetrics")
-def test_torchmetrics(seconds: dict[str, tuple[float, float]], nothing_left: Callable[[], None]) -> None:
-    compare("torchmetrics: six metrics, 20 times", seconds, *TORCHRUN, str(PROGRAMS / "metrics.py"))
+def test_torchmetrics(times: Times, nothing_left: Callable[[], None]) -> None:
+    compare("torchmetrics: six metrics", times, *TORCHRUN, str(PROGRAMS / "metrics.py"), longer=["200"])
     nothing_left()
 
 
@@ -160,12 +178,12 @@ def test_torchmetrics_synchronises_in_a_program_of_torchestras_own(nothing_left:
 
 
 @needs("ray")
-def test_ray_train(seconds: dict[str, tuple[float, float]]) -> None:
-    compare("Ray Train: TorchTrainer", seconds, str(PROGRAMS / "ray_train.py"))
+def test_ray_train(times: Times) -> None:
+    compare("Ray Train: TorchTrainer", times, str(PROGRAMS / "ray_train.py"), longer=["60"])
 
 
 @needs("vllm")
-def test_vllm(seconds: dict[str, tuple[float, float]], nothing_left: Callable[[], None]) -> None:
+def test_vllm(times: Times, nothing_left: Callable[[], None]) -> None:
     """Tensor parallel inference: the same tokens by vLLM's shared memory, Gloo and torchestra."""
     program = str(PROGRAMS / "vllm_generate.py")
     variables = {
@@ -178,8 +196,9 @@ def test_vllm(seconds: dict[str, tuple[float, float]], nothing_left: Callable[[]
     own = result(output(False, program, "own", **variables))
     on_gloo, ours = (result(output(served, program, **variables)) for served in (False, True))
     assert ours["tokens"] == on_gloo["tokens"] == own["tokens"]
-    seconds["vLLM: 256 tokens, tensor parallel"] = on_gloo["seconds"], ours["seconds"]
-    seconds["the same, in place of Gloo vLLM's own"] = own["seconds"], ours["seconds"]
+    for name, first in (("vLLM: 256 tokens", on_gloo), ("the same, in place of Gloo vLLM's own", own)):
+        for served, found in ((False, first), (True, ours)):
+            times.add(name, served, math.nan, found["seconds"])
     nothing_left()
 
 
