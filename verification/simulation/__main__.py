@@ -1,6 +1,6 @@
 """Simulate replicas of a store, groups on several hosts, their messages, and RPC workers: `make simulate`.
 
-    python -m verification.simulation --seeds 1000                       # so many of each subject
+    python -m verification.simulation --seeds 10000                      # so many, of all subjects together
     python -m verification.simulation --subject groups --first 89 --seeds 1    # that seed again, exactly
     python -m verification.simulation --ranks 1000                       # one large group
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, default=200, help="how many of each subject")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--seeds", type=int, default=1800, help="how many worlds, divided among the subjects")
+    parser.add_argument("--first", type=int, default=0, help="the first of each subject's")
     parser.add_argument("--subject", choices=SUBJECTS, help="this one alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that run seeds at once")
     parser.add_argument("--ranks", type=int, help="one group of so many ranks, eight to a machine, instead")
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if failure is not None:
             _show(f"{options.ranks} ranks", failure, f"--ranks {options.ranks} --first {failure.seed}")
         return int(failure is not None)
-    seeds = range(options.first, options.first + options.seeds)
     subjects = list(SUBJECTS) if options.subject is None else [options.subject]
+    counts = [len(range(index, options.seeds, len(subjects))) for index in range(len(subjects))]
     # Nothing here has a thread yet, and each worker would import torch for seconds.
     context = multiprocessing.get_context("fork")
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
@@ -55,12 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for core in itertools.islice(cores, options.processes):
         given.put(core)
     with ProcessPoolExecutor(
-        min(options.processes, len(seeds)), mp_context=context, initializer=stay_on_a_core, initargs=(given,)
+        min(options.processes, options.seeds),
+        mp_context=context,
+        initializer=stay_on_a_core,
+        initargs=(given,),
     ) as pool:
-        return int(any(_simulate(pool, subject, seeds) for subject in subjects))
+        began = time.monotonic()
+        for subject, count in zip(subjects, counts, strict=True):
+            if not _simulate(pool, subject, range(options.first, options.first + count)):
+                return 1
+    _tell("all", options.seeds, began)
+    return 0
 
 
-def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> int:
+def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> bool:
+    """Run seeds of a subject; return whether none of them breaks a promise."""
     began = time.monotonic()
     several = max(1, min(_SEEDS_AT_ONCE, len(seeds) // 8))
     parts = [seeds[start : start + several] for start in range(0, len(seeds), several)]
@@ -68,10 +77,14 @@ def _simulate(pool: ProcessPoolExecutor, subject: str, seeds: range) -> int:
         if failure is not None:
             _show(subject, failure, f"--subject {subject} --first {failure.seed} --seeds 1")
             pool.shutdown(wait=False, cancel_futures=True)
-            return 1
+            return False
+    _tell(subject, len(seeds), began)
+    return True
+
+
+def _tell(subject: str, seeds: int, began: float) -> None:
     took = time.monotonic() - began
-    print(f"{subject}: {len(seeds)} seeds, {len(seeds) / took * 3600:,.0f} an hour", flush=True)
-    return 0
+    print(f"{subject}: {seeds} seeds, {seeds / took * 3600:,.0f} an hour", flush=True)
 
 
 def _show(subject: str, failure: Failure, options: str) -> None:
