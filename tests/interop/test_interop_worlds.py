@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch_worlds
 from small_transformer import train, transformer
 from torch import distributed
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,8 +20,12 @@ from torch.utils.data import DistributedSampler
 
 import torchestra as dist
 import worlds
+from torchestra.engine.multihost.host_discovery import may_span_hosts
+from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.interop import adopt, autoload, inner_group, use
 from torchestra.interop.torch_distributed import TorchestraGroup
+from torchestra.interop.torch_distributed.rendezvous import joined_store
+from torchestra.interop.torch_distributed.torch_store import AdoptedStore
 from torchestra.store import Store
 
 
@@ -186,6 +192,22 @@ def test_torchestras_world_is_made_of_torchs(backend: str, ours: bool) -> None:
 def be_refused() -> None:
     with pytest.raises(ValueError, match="run ranks as processes"):
         adopt()
+
+
+def test_where_the_ranks_are_is_not_looked_for_over_a_store_of_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's file may be on a disk that several hosts share, and its TCPStore is anybody's."""
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
+
+    def is_looked_for(store: Any) -> bool:
+        return may_span_hosts(joined_store(c10d.PrefixStore("a", c10d.PrefixStore("b", store))), 2)
+
+    assert not is_looked_for(AdoptedStore(dist.FileStore(tmp_path / "ours", 1)))
+    assert not is_looked_for(c10d.HashStore())
+    assert is_looked_for(c10d.FileStore(str(tmp_path / "torchs"), 1))
+    monkeypatch.setenv(HOST_VARIABLE, "another")
+    assert is_looked_for(AdoptedStore(dist.FileStore(tmp_path / "ours too", 1)))
 
 
 def test_ranks_that_are_threads_are_refused() -> None:

@@ -58,6 +58,8 @@ def is_integer(value: object) -> bool:
     """Return whether a value is an integer, NumPy's and those in tensors of one element included; not a
     boolean.
     """
+    if type(value) is int:
+        return True
     if isinstance(value, numbers.Integral):
         return not isinstance(value, bool)
     if not _is_array(value) or str(getattr(value, "dtype", "")) == "torch.bool":
@@ -103,6 +105,7 @@ class _Rule:
         self.is_duration = timedelta in branches and float in branches
         self.optional = type(None) in branches
         self.branches = [branch for branch in branches if branch is not type(None)]
+        self._accepting = [(_acceptor(branch), branch) for branch in self.branches]
         exact = {
             branch for branch in branches if isinstance(branch, type) and branch not in (timedelta, float)
         }
@@ -115,12 +118,12 @@ class _Rule:
         if self.anything or (value is None and self.optional):
             return value
         if self.is_duration and not any(
-            _accepts(branch, value) for branch in self.branches if branch not in (timedelta, float, int)
+            accepts(value) for accepts, branch in self._accepting if branch not in (timedelta, float, int)
         ):
             timeout_seconds(value, name, parameter)  # type: ignore[arg-type]
             return value
-        for branch in self.branches:
-            if _accepts(branch, value):
+        for accepts, branch in self._accepting:
+            if accepts(value):
                 return _converted(branch, value)
         if self.of_tensors:  # in torch's words
             raise InvalidArgumentTypeError(
@@ -130,53 +133,63 @@ class _Rule:
         refuse_type(name, parameter, self.expected, value)
 
 
-def _accepts(hint: Any, value: object) -> bool:
-    """Return whether a value fits an annotation, which must not be a union at its top level."""
+@functools.cache
+def _acceptor(hint: Any) -> Callable[[object], bool]:
+    """Return what tells whether a value fits an annotation, which is not a union at its top level."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (Any, object) or isinstance(hint, TypeVar):
-        return True
+        return lambda value: True
     if hint is None or hint is type(None):
-        return value is None
+        return lambda value: value is None
     if origin in _UNIONS:
-        return any(_accepts(each, value) for each in arguments)
-    if hint is bool:
-        return _is_flag(value)
-    if hint is int:
-        return is_integer(value)
-    if hint is float:
-        return _is_number(value)
+        branches = [_acceptor(each) for each in arguments]
+        return lambda value: any(accepts(value) for accepts in branches)
     if origin is Literal:
-        return any(type(each) is type(value) and each == value for each in arguments)
+        return lambda value: any(type(each) is type(value) and each == value for each in arguments)
     if origin is collections.abc.Callable:
-        return callable(value)
+        return callable
     if origin in _LISTS:
-        return _accepts_list(origin, arguments, value)
+        return functools.partial(_accepts_list, origin, arguments, [_acceptor(each) for each in arguments])
     if origin in (dict, collections.abc.Mapping):
-        return isinstance(value, collections.abc.Mapping) and all(
-            _accepts(arguments[0], key) and _accepts(arguments[1], each) for key, each in value.items()
+        accepts_key, accepts_value = map(_acceptor, arguments)
+        return lambda value: (
+            isinstance(value, collections.abc.Mapping)
+            and all(accepts_key(key) and accepts_value(each) for key, each in value.items())
         )
-    return isinstance(value, origin or hint)
+    return _SIMPLE.get(hint) or (lambda value: isinstance(value, origin or hint))
 
 
-def _accepts_list(origin: type, arguments: tuple[Any, ...], value: object) -> bool:
-    if isinstance(value, (str, bytes, bytearray, memoryview, collections.abc.Mapping)):
+_SIMPLE: dict[object, Callable[[object], bool]] = {bool: _is_flag, int: is_integer, float: _is_number}
+
+
+def _accepts_list(
+    origin: type,
+    arguments: tuple[Any, ...],
+    acceptors: list[Callable[[object], bool]],
+    value: object,
+) -> bool:
+    if type(value) is not list and isinstance(
+        value, (str, bytes, bytearray, memoryview, collections.abc.Mapping)
+    ):
         return False
     if origin is list and arguments[0] is Any:  # to be filled
         return isinstance(value, list)
     if origin is tuple and arguments[1:] != (...,) and len(arguments) > 1:
         return (
-            isinstance(value, tuple) and len(value) == len(arguments) and all(map(_accepts, arguments, value))
+            isinstance(value, tuple)
+            and len(value) == len(arguments)
+            and all(accepts(each) for accepts, each in zip(acceptors, value, strict=True))
         )
     if not isinstance(value, collections.abc.Sequence) and not (
         arguments[0] in (int, float) and (isinstance(value, collections.abc.Set) or _is_array(value))
     ):
         return False
     if isinstance(value, range):
-        return _accepts(arguments[0], 0)
+        return acceptors[0](0)
     if arguments[0] is int and isinstance(value, (list, tuple)) and set(map(type, value)) == {int}:
         return True  # ranks of a large group; what follows takes a hundred times as long
     try:
-        return all(_accepts(arguments[0], each) for each in typing.cast(Iterable[object], value))
+        return all(map(acceptors[0], typing.cast(Iterable[object], value)))
     except TypeError:  # an array of no dimensions
         return False
 
@@ -256,7 +269,7 @@ class _Checker:
                 parameter, rule = self.rest
             else:
                 break  # too many: the call itself says so
-            if value.__class__ in rule.exact:
+            if rule.anything or value.__class__ in rule.exact:
                 continue
             taken = rule.taken(value, parameter, self.name)
             if taken is not value:
@@ -264,7 +277,7 @@ class _Checker:
                 changed[index] = taken
         for parameter, value in kwargs.items():
             named = self.rules.get(parameter)
-            if named is not None and value.__class__ not in named.exact:
+            if named is not None and not named.anything and value.__class__ not in named.exact:
                 kwargs[parameter] = named.taken(value, parameter, self.name)
         return args if changed is None else tuple(changed)
 

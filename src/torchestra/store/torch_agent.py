@@ -54,14 +54,23 @@ class TorchStore(Store):
         proves: the job's secret, if values are to bear a proof that their writer knows it, and values without
             one are to be refused (see :mod:`torchestra.store.authenticated_values`); for keys that nobody
             else uses.
+        within_host: whether only processes of this host can use the store.
 
     Anybody who can reach torch's store can use it; it knows no secrets. Ranks interpret its values as text
     only, and pass the memory that they share to processes that prove the job's secret, if there is one, and
     are of the same user (see :mod:`torchestra.engine.memory.fd_passing`).
     """
 
-    def __init__(self, store: Any, name: str | None = None, proves: bytes | None = None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str | None = None,
+        proves: bytes | None = None,
+        *,
+        within_host: bool = False,
+    ) -> None:
         self._store = store
+        self.within_host = within_host
         self._proves = proves
         self._counted: set[str] = set()  # numbers, which torch's server counts and nobody can prove
         self._name = name or f"torch's {type(store).__name__}"

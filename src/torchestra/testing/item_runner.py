@@ -87,9 +87,7 @@ def run_item(
             a debugger has the terminal now.
     """
     mark_as_rank(item.config)
-    os.environ.clear()
-    os.environ.update(request.environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request.size))
-    os.environ["LOCAL_WORLD_SIZE"] = str(request.size)
+    _set_environment(request, rank)
     torch.set_num_threads(1)
     state = item.session._setupstate
     item._initrequest()
@@ -121,6 +119,16 @@ def run_item(
             _debug(error, tell)
         return outcome
     return Outcome(rank)
+
+
+def _set_environment(request: ItemRequest, rank: int) -> None:
+    """Make the environment what the request says; write only what differs, as a few of its variables do."""
+    size = str(request.size)
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    wanted, present = {**request.environment, **place}, dict(os.environ)
+    for name in present.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in wanted.items() if present.get(name) != value})
 
 
 def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:

@@ -50,6 +50,7 @@ from torchestra.errors import (
 )
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.missing_keys import missing_indices
+from torchestra.store.torch_agent import TorchStore
 from torchestra.store.unreadable import reading
 from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
@@ -77,7 +78,7 @@ def may_span_hosts(store: Store, size: int) -> bool:
         store = store.underlying_store
     if HOST_VARIABLE in os.environ or ((here := current_thread_rank()) is not None and here.host):
         return True
-    if isinstance(store, (FileStore, HashStore)):
+    if isinstance(store, (FileStore, HashStore)) or (isinstance(store, TorchStore) and store.within_host):
         return False
     return not (isinstance(store, TCPStore) and store.host.startswith("unix:"))
 

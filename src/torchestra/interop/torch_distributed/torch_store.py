@@ -22,11 +22,14 @@ class AdoptedStore(_Base):  # type: ignore[misc]
 
     Args:
         store: the store of torchestra.
+
+    Attributes:
+        adopted: the same.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
-        self._store = store
+        self.adopted = self._store = store
         super().set_timeout(store.timeout)
         _alive.append(self)
 

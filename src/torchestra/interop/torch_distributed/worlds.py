@@ -14,6 +14,8 @@ from torch._C import _distributed_c10d
 
 from torchestra.errors import NotReadyError
 from torchestra.interop import switch
+from torchestra.interop.torch_distributed.torch_store import AdoptedStore
+from torchestra.store import FileStore
 
 _torch: Any = distributed  # whose annotations leave out some names
 _c10d: Any = _distributed_c10d
@@ -38,7 +40,8 @@ def join_world(rank: int, size: int, timeout_s: float, store: str | Any) -> None
         store: where the ranks meet: a store of torch.distributed, or the path of a new file.
     """
     if isinstance(store, str):
-        store = _torch.FileStore(store, size)
+        # Over a file of torch's the ranks would have to find out whether they share a host.
+        store = AdoptedStore(FileStore(store, size)) if switch.is_on() else _torch.FileStore(store, size)
     _torch.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
