@@ -103,6 +103,17 @@ def named(ranks: Sequence[int], most: int | None = None) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{rest}"
 
 
+def named_globally(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
+    """Return ranks of a group as messages name them: ``rank 1``, or ``rank 1 (global rank 3)``.
+
+    Args:
+        global_ranks: by rank in the group; -1: it has none; empty: they are the same numbers.
+    """
+    found = [global_ranks[rank] for rank in ranks] if global_ranks else []
+    numbers = found if min(found, default=-1) >= 0 else list(ranks)
+    return named(ranks) + (f" (global {named(numbers)})" if numbers != list(ranks) else "")
+
+
 class DistError(RuntimeError):
     """Base of every error that torchestra raises on purpose."""
 

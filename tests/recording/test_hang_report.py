@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ import torch
 import torchestra as dist
 from torchestra.engine.diagnosis.facts import RankFacts
 from torchestra.engine.failure.hang_report import HostReport, late_elsewhere
-from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, RankFailedError
+from torchestra.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    RankFailedError,
+)
 from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, results, set_timeout
 
 SOON = 30.0
@@ -197,3 +203,49 @@ def test_where_none_is_known_to_be_late_silent_hosts_are() -> None:
     assert late_elsewhere(reports) == (["other hosts"], (2,))
     assert late_elsewhere([reports[0]._replace(missing=(1,)), reports[1]]) == (["rank 1 on host h1"], (1,))
     assert late_elsewhere(reports, late_here=(0,)) == late_elsewhere(reports[:1]) == ([], ())
+
+
+def a_smaller_group_differs() -> str:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return ""
+    with pytest.raises(CollectiveMismatchError) as caught:
+        dist.all_reduce(torch.ones(dist.get_rank()), group=group)
+    return str(caught.value)
+
+
+def test_a_mismatch_in_a_smaller_group_names_global_ranks_too() -> None:
+    _, diagnosis, *lines = outcomes("threads", 3, a_smaller_group_differs)[1].result().splitlines()
+    assert diagnosis.startswith("diagnosis: mismatch: rank 1 (global rank 2) called all_reduce(")
+    assert "and rank 0 (global rank 1) all_reduce(" in diagnosis
+    assert [line.partition(") ")[0] for line in lines[:2]] == [
+        "  rank 0 (global rank 1",
+        "  rank 1 (global rank 2",
+    ]
+
+
+def one_of_a_smaller_group_never_comes() -> str:
+    """Ranks 1 and 3 are 0 and 1 of a group; 3 does not call its all_reduce before 1 has given up."""
+    rank = dist.get_rank()
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        dist.all_reduce(torch.ones(1), group=group)
+    message = ""
+    if rank == 1:
+        group.set_timeout(timedelta(seconds=0.8))  # type: ignore[union-attr]
+        with pytest.raises((CollectiveTimeoutError, GroupAbortedError)) as caught:
+            dist.all_reduce(torch.ones(1), group=group)
+        message = str(caught.value)
+    dist.barrier()  # in which the others wait meanwhile
+    return message
+
+
+def test_errors_of_a_smaller_group_name_global_ranks_too() -> None:
+    message = outcomes("threads", 4, one_of_a_smaller_group_never_comes)[1].result()
+    first, diagnosis, *lines = message.splitlines()
+    assert "rank 1 (global rank 3) had not arrived" in first
+    assert "rank 1 (global rank 3)" in diagnosis
+    assert [line.partition(") ")[0] for line in lines] == [
+        "  rank 0 (global rank 1",
+        "  rank 1 (global rank 3",
+    ]

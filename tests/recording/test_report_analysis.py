@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -269,3 +270,15 @@ def test_of_workers_that_only_call_each_other_the_calls_are_told() -> None:
         "Of calls by RPC, rank 1 spent most time on those of rank 0: 2 s in 120 calls; push took 1.5 s in 20"
         " of them."
     ]
+
+
+def test_ranks_of_a_smaller_group_are_told_with_their_global_ranks() -> None:
+    group = TracedGroup(2, "half", 4, {rank: 101 + 2 * rank for rank in range(4)}, {})
+    whole = TracedGroup(1, "default", 8, {rank: 100 + rank for rank in range(8)}, {})
+    (found,) = analyse(Table((whole, group), tuple(replace(each, group=2) for each in job()), 0.0))
+    assert sentences(found)[0].startswith("Rank 3 (global rank 7) is ")
+    stuck = [row(rank, 11, 5000, 2000, group=2, state="running") for rank in (0, 1, 2)]
+    rows = [replace(each, group=2) for each in job()]
+    (found,) = analyse(Table((whole, group), (*rows, *stuck), 0.0))
+    assert sentences(found)[0].startswith("Ranks 0, 1, 2 (global ranks 1, 3, 5) have been in all_reduce")
+    assert sentences(found)[0].endswith("; rank 3 (global rank 7) had not come.")

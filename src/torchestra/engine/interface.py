@@ -248,6 +248,10 @@ class Engine(Protocol):
             failed: the ranks that have died, if that is why.
         """
 
+    def name_ranks(self, global_ranks: Sequence[int]) -> None:
+        """Take note of the global ranks, by rank in the group, which errors name besides the group's own."""
+        return
+
     def check_messages(self) -> None:
         """Make messages under way check now whether the group was aborted."""
         return

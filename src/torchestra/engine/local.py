@@ -457,6 +457,9 @@ class LocalEngine(Engine):
     def is_aborted(self) -> bool:
         return self.context.is_aborted
 
+    def name_ranks(self, global_ranks: Sequence[int]) -> None:
+        self.context.global_ranks = tuple(global_ranks)
+
     @property
     def is_unfinished(self) -> bool:
         """Return whether a kernel has begun the current operation, and not ended it."""

@@ -64,14 +64,14 @@ def diagnose_groups(groups: Sequence[Group]) -> list[tuple[str, str]]:
         The groups' names and their diagnoses, each in one line.
     """
     records = [read_flight_record(group.arena, _ENTRIES) for group in groups]
-    waits = _waits(groups, records)
+    waits, ranks = _waits(groups, records), _global_ranks(groups, records)
     found = []
     for group, record in zip(groups, records, strict=True):
         if record.aborted is not None:
             written = diagnosis_of(record.aborted)
             found += [(record.group, written)] if written is not None else []
             continue
-        facts = [_facts(group, record, rank, waits) for rank in range(len(record.ranks))]
+        facts = [_facts(group, record, rank, waits, ranks) for rank in range(len(record.ranks))]
         waiting = [each for each in facts if _seconds(each) >= _HUNG_SECONDS]
         if waiting:
             longest = max(waiting, key=_seconds)
@@ -82,7 +82,13 @@ def diagnose_groups(groups: Sequence[Group]) -> list[tuple[str, str]]:
     return found
 
 
-def _facts(group: Group, record: FlightRecord, rank: int, waits: dict[str, list[GroupWait]]) -> RankFacts:
+def _facts(
+    group: Group,
+    record: FlightRecord,
+    rank: int,
+    waits: dict[str, list[GroupWait]],
+    global_ranks: dict[str, int],
+) -> RankFacts:
     facts = facts_of_record(
         record.ranks[rank],
         record.taken,
@@ -95,10 +101,17 @@ def _facts(group: Group, record: FlightRecord, rank: int, waits: dict[str, list[
     return replace(
         facts,
         process=process,
+        global_rank=-1 if global_ranks.get(process) == facts.rank else global_ranks.get(process, -1),
         end_reason="its process is gone",
         last_seen=seen,
         program=Program(location, inside="an operation" if elsewhere else "", groups=elsewhere),
     )
+
+
+def _global_ranks(groups: Sequence[Group], records: Sequence[FlightRecord]) -> dict[str, int]:
+    """Return by program its rank in the largest group."""
+    group, record = max(zip(groups, records, strict=True), key=lambda each: each[1].size)
+    return {program_identity(group.arena, index): each.rank for index, each in enumerate(record.ranks)}
 
 
 def _waits(groups: Sequence[Group], records: Sequence[FlightRecord]) -> dict[str, list[GroupWait]]:

@@ -135,6 +135,7 @@ class ProcessGroup(
             named = name or chosen.group_name
             self.communicator = start_unregistered(store, rank, size, named, seconds, chosen.backend)
             self._leave_at_last()
+        self.name_ranks()
         remember(self)
 
     @property
@@ -262,13 +263,20 @@ class ProcessGroup(
         ranks = [global_ranks.get(rank, -1) for rank in self.ranks]
         self.ranks = range(len(ranks)) if ranks == list(range(len(ranks))) else tuple(ranks)
         self._group_rank = {rank: index for index, rank in enumerate(ranks) if rank >= 0}
+        self.name_ranks()
         return tuple(index for index, rank in enumerate(ranks) if rank < 0)
+
+    def name_ranks(self) -> None:
+        """Have errors name the global ranks as well, where these are others; once the members have met."""
+        if self.communicator.has_met:
+            self.communicator.engine.name_ranks(() if self.same_numbers else self.ranks)
 
     def become(self, store: Store, ranks: Sequence[int], name: str, backend: str, seconds: float) -> None:
         """Take over the world's store, ranks and names for a group that a ``GroupMaker`` has made."""
         self.store, self.ranks = store, ranks
         self._group_rank = {rank: index for index, rank in enumerate(ranks)}
         self.backend = self.known_as = backend
+        self.name_ranks()
         self.communicator.name, self.communicator.timeout_s = name, seconds
 
     def _successor(self, made: NewMembership) -> ProcessGroup:

@@ -335,7 +335,12 @@ def start_group(
         return made_of(start(spec))
     placeholder = LazyCommunicator(spec.rank, spec.size, spec.name, spec.timeout_s, meet)
     group = made_of(placeholder)
-    placeholder.replace = lambda made: setattr(group, "communicator", made)
+
+    def met(made: Communicator) -> None:
+        group.communicator = made
+        group.name_ranks()
+
+    placeholder.replace = met
     return group
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchestra.engine.diagnosis.rules import Diagnosis
 from torchestra.engine.diagnosis.source_lines import loops_at
-from torchestra.errors import named
+from torchestra.errors import named_globally
 
 _SITE = re.compile(r"(?s)(.*) at (.*:\d+ in .*)")
 
 
-def diagnose_calls(calls: Mapping[int, str]) -> Diagnosis:
+def diagnose_calls(calls: Mapping[int, str], global_ranks: Sequence[int]) -> Diagnosis:
     """Return which ranks called something else than most.
 
     Args:
         calls: by rank, what it called, and the line of its program: ``barrier() at train.py:9 in main``.
+        global_ranks: as for named_globally().
     """
     parts = {rank: _split(call) for rank, call in calls.items()}
     by_call: dict[str, list[int]] = {}
@@ -25,7 +26,8 @@ def diagnose_calls(calls: Mapping[int, str]) -> Diagnosis:
     most = max(by_call, key=lambda call: len(by_call[call]))  # the first ranks' of equals
     other = next((call for call in by_call if call != most), most)
     ranks, site, usual = by_call[other], parts[by_call[other][0]][1], parts[by_call[most][0]][1]
-    text = f"{named(ranks)} called {other} at {site}, and {named(by_call[most])} {most} at {usual}"
+    those, others = (named_globally(each, global_ranks) for each in (ranks, by_call[most]))
+    text = f"{those} called {other} at {site}, and {others} {most} at {usual}"
     if (loop := _left_loop(site, usual)) is not None:
         text += f"; the former had left the loop at line {loop}: was its data shorter?"
     return Diagnosis("mismatch", tuple(ranks), text)

@@ -193,6 +193,7 @@ class RankFacts:
     Attributes:
         rank: in the group's numbering.
         host: as the group calls it; empty where there is only one.
+        global_rank: its number in the whole job, if that is another; -1: it is not.
         process: tells the rank's program apart from all others, in whatever group: see :func:`identity`.
         presence: ``"silent"``: its host does not answer.
         end_reason: how it died.
@@ -209,6 +210,7 @@ class RankFacts:
 
     rank: int
     host: str = ""
+    global_rank: int = -1
     process: str = ""
     presence: Presence = "present"
     end_reason: str = ""
@@ -255,7 +257,12 @@ class RankFacts:
         return f"is {self.site}"
 
     def __str__(self) -> str:
-        return f"rank {self.rank}{f' on host {self.host}' if self.host else ''}"
+        return self.name + (f" on host {self.host}" if self.host else "")
+
+    @property
+    def name(self) -> str:
+        """Return its number, and its global number if that is another."""
+        return f"rank {self.rank}" + (f" (global rank {self.global_rank})" if self.global_rank >= 0 else "")
 
 
 def identity(space: int, pid: int, thread: int) -> str:

@@ -51,6 +51,7 @@ class RankView(Protocol):
     arena: Arena
     rank: int
     host: str
+    global_ranks: tuple[int, ...]
     peers: Peers | None
     program: threading.Thread
 
@@ -98,6 +99,7 @@ def collect_facts(view: RankView, ranks: Iterable[int], dead: Collection[int], s
             replace(
                 facts,
                 host=view.host,
+                global_rank=global_rank(facts.rank, view.global_ranks),
                 process=program_identity(arena, rank),
                 end_reason=end_reason,
                 program=programs.get(rank),
@@ -109,6 +111,11 @@ def collect_facts(view: RankView, ranks: Iterable[int], dead: Collection[int], s
             )
         )
     return found
+
+
+def global_rank(rank: int, global_ranks: Sequence[int]) -> int:
+    """Return the global number of a rank of a group, for facts; -1: it is the same."""
+    return global_ranks[rank] if global_ranks and global_ranks[rank] != rank else -1
 
 
 def places_of(view: RankView, ranks: Sequence[int], site: str) -> dict[int, str]:

@@ -43,7 +43,7 @@ def late_elsewhere(
     Where no rank is known to be late, nor any of this host, they are those of the hosts that do not answer.
     """
     if late := [each for host in elsewhere for each in host.facts if each.rank in host.missing]:
-        names = [f"rank {each.rank} on host {each.host}" for each in late]
+        names = [str(each) for each in late]
     else:
         silent = [each for host in elsewhere for each in host.facts if each.presence == "silent"]
         late = [] if late_here else silent
@@ -75,4 +75,4 @@ def rank_line(facts: RankFacts) -> str:
     else:
         seen = f"; last seen {facts.last_seen}" if facts.last_seen else ""
         state = f"did not say where it is{seen}"
-    return f"\n  rank {facts.rank} {facts.doing}; {state}"
+    return f"\n  {facts.name} {facts.doing}; {state}"

@@ -12,7 +12,7 @@ from torchestra.engine.failure.collecting import RankView, places_of
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
-from torchestra.errors import named
+from torchestra.errors import named_globally
 
 LoadWord = Callable[[int], int]
 """Reads a word of this rank's context."""
@@ -35,19 +35,24 @@ def differing_thresholds(arena: Arena, load_word: LoadWord) -> str:
 
 
 def mismatch_text(
-    group: str, number: int, calls: Mapping[int, str], describe: Callable[[int], str] | None = None
+    group: str,
+    number: int,
+    calls: Mapping[int, str],
+    global_ranks: Sequence[int],
+    describe: Callable[[int], str] | None = None,
 ) -> str:
     """Return what the ranks of a group have called as an operation, and which of them differ from most.
 
     Args:
         calls: by rank, the call and the line of the program.
+        global_ranks: as for named_globally().
         describe: names a rank, where its number does not do.
     """
-    describe = describe or "rank {}".format
+    describe = describe or (lambda rank: named_globally((rank,), global_ranks))
     lines = "".join(f"\n  {describe(rank)} called {call}" for rank, call in calls.items())
     return (
         f"the ranks of group {group!r} called different operations (number {number} of the group):"
-        f"\n{diagnose_calls(calls)}{lines}"
+        f"\n{diagnose_calls(calls, global_ranks)}{lines}"
     )
 
 
@@ -81,7 +86,7 @@ def late_mismatch(rank: Rank, site: str | None) -> str:
     seen = (other, rank.rank if rank.rank in same else same[0])
     own = site or call_site(otherwise=rank.program.ident)
     places = places_of(rank, seen, own)
-    usually = f"{named([rank.group_ranks[each] for each in same])} {usual}"
+    usually = f"{named_globally([rank.group_ranks[each] for each in same], rank.global_ranks)} {usual}"
     now = [f"{rank.describe(each)} {places[each]}" for each in dict.fromkeys(seen) if each in places]
     return (
         f"the ranks called different operations (number {sequence} of the group):\ndiagnosis: mismatch:"

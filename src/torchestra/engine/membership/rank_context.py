@@ -55,6 +55,7 @@ from torchestra.errors import (
     LateMismatchError,
     RankFailedError,
     named,
+    named_globally,
 )
 from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children
@@ -69,6 +70,7 @@ class RankContext:
     Attributes:
         group_ranks: by rank of the arena, the rank in the group, which messages and errors name. Differs
             where the arena holds only some ranks of a group.
+        global_ranks: by rank in the group, the global one, which they name if it is another; empty: none is.
         when_aborted: called with the text that :meth:`abort` wrote, on the rank that wrote it.
         host: where the ranks of the arena are, for messages; empty if the whole group is there.
         ask_elsewhere: returns where the ranks of other hosts stand.
@@ -79,6 +81,7 @@ class RankContext:
         self.rank = rank
         self.size = arena.layout.size
         self.group_ranks: Sequence[int] = range(self.size)
+        self.global_ranks: tuple[int, ...] = ()
         self.name = name
         self.registers = ArenaRegisters(arena, rank)
         self.shrinking = TryLock()
@@ -287,7 +290,7 @@ class RankContext:
         here, elsewhere = self.to_group_ranks(late), self.ask_elsewhere()
         names, missing = late_elsewhere(elsewhere, here)
         if here:
-            names, missing = [named(here) + self._here(), *names], here + missing
+            names, missing = [self.describe(*late), *names], here + missing
         who = f"{', '.join(names)} had not arrived" if names else "all ranks had arrived"
         message = (
             f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
@@ -309,12 +312,10 @@ class RankContext:
         self.arena.store_word(at.HEADER_HOST_LENGTH, length)
         shared_words.store_ordered(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
 
-    def describe(self, rank: int) -> str:
-        """Name a rank, and its host where there are several, for messages."""
-        return f"rank {self.group_ranks[rank]}{self._here()}"
-
-    def _here(self) -> str:
-        return f" on host {self.host}" if self.host else ""
+    def describe(self, *ranks: int) -> str:
+        """Name ranks, and their host where there are several, for messages."""
+        where = f" on host {self.host}" if self.host else ""
+        return named_globally(self.to_group_ranks(ranks), self.global_ranks) + where
 
     def to_group_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the numbers of some ranks in the group."""
@@ -484,9 +485,8 @@ class RankContext:
             if step == 2:
                 others = partial(call_of, self.arena)
                 calls = [mine if rank == self.rank else others(rank) for rank in range(self.size)]
-        text = mismatch_text(
-            self.name, self.load_word(at.SEQUENCE), dict(zip(self.group_ranks, calls, strict=True))
-        )
+        by_rank = dict(zip(self.group_ranks, calls, strict=True))
+        text = mismatch_text(self.name, self.load_word(at.SEQUENCE), by_rank, self.global_ranks)
         raise CollectiveMismatchError(f"{text}\nNothing was sent; the group stays usable.")
 
     def report(self, ranks: Iterable[int], site: str | None, elsewhere: Sequence[HostReport]) -> str:

@@ -164,6 +164,9 @@ class MultiHostEngine(Engine):
     def is_aborted(self) -> bool:
         return self.context.is_aborted
 
+    def name_ranks(self, global_ranks: Sequence[int]) -> None:
+        self.context.global_ranks = tuple(global_ranks)
+
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
         self.context.abort(why, failed=tuple(failed))
 

@@ -35,6 +35,7 @@ from functools import partial
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import RankFacts, read_facts
 from torchestra.engine.diagnosis.last_seen import write_last_seen
+from torchestra.engine.failure.collecting import global_rank
 from torchestra.engine.failure.hang_report import HostReport, hang_report
 from torchestra.engine.failure.program_samples import sample_programs
 from torchestra.engine.hosts import Hosts
@@ -417,6 +418,7 @@ class FailureDetector:
                 name,
                 presence="silent" if rank not in gone else "dead" if rank in self.dead else "left",
                 end_reason="its host says so",
+                global_rank=global_rank(rank, self._context.global_ranks),
                 doing="is on a host that does not answer",
                 last_seen=f"at {seen}" if seen else "",
             )

@@ -429,7 +429,9 @@ class Hierarchy:
             for rank, row in zip(ranks, block.view(-1, _TEXT_BYTES), strict=True):
                 calls[rank] = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         by_rank = {rank: calls[rank] for rank in sorted(calls)}
-        told = mismatch_text(self.name, self.sequence, by_rank, self.hosts.describe)
+        told = mismatch_text(
+            self.name, self.sequence, by_rank, self.context.global_ranks, self.hosts.describe
+        )
         raise CollectiveMismatchError(f"{told}\nNothing was sent; the group stays usable.")
 
     def spread(self, own: torch.Tensor, lengths: Sequence[int], call: Call) -> list[torch.Tensor]:

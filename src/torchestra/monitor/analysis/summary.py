@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from torchestra.engine.recorder.formats.rows import Row, Table, TracedGroup
-from torchestra.errors import named
+from torchestra.engine.recorder.formats.rows import Row, Table, TracedGroup, global_ranks
+from torchestra.errors import named_globally
 from torchestra.monitor.analysis.bandwidth import Bandwidth, bandwidths_of
 from torchestra.monitor.analysis.calls import CallEdge, call_edges
 from torchestra.monitor.analysis.causes import Readings, causes, readings_of, shortage
@@ -122,16 +122,20 @@ def sentences(analysis: GroupAnalysis, copies: Mapping[int, float] | None = None
     return told
 
 
+def _named(analysis: GroupAnalysis, *ranks: int) -> str:
+    return named_globally(ranks, global_ranks(analysis.table, analysis.group))
+
+
 def _calls(analysis: GroupAnalysis) -> list[str]:
     """Return between which workers RPC calls took most time, and for which function."""
     if not analysis.calls:
         return []
     edge = analysis.calls[0]
     name, calls, took = edge.functions[0]
-    caller = f"rank {edge.caller}" if edge.caller >= 0 else "several ranks"
+    caller = _named(analysis, edge.caller) if edge.caller >= 0 else "several ranks"
     return [
-        f"Of calls by RPC, rank {edge.callee} spent most time on those of {caller}: {seconds(edge.seconds)}"
-        f" in {edge.calls:,} calls; {name} took {seconds(took)} in {calls:,} of them."
+        f"Of calls by RPC, {_named(analysis, edge.callee)} spent most time on those of {caller}:"
+        f" {seconds(edge.seconds)} in {edge.calls:,} calls; {name} took {seconds(took)} in {calls:,} of them."
     ]
 
 
@@ -142,12 +146,13 @@ def _who(analysis: GroupAnalysis) -> list[str]:
     phase = slowest_phase(analysis.phases, last.rank)
     share = f"{last.share_of_waiting:.0%} of all waiting is for it ({seconds(last.seconds)} in all)"
     if phase is None:
-        return [f"The others wait most for rank {last.rank}: {share}."]
+        return [f"The others wait most for {_named(analysis, last.rank)}: {share}."]
     where = {BETWEEN_OPERATIONS: "between operations", BETWEEN_STEPS: "between its steps"}
     name = where.get(phase.name, f"in {phase.name}")
     usual = median(own for rank, own in phase.mean.items() if rank != last.rank)
     compared = f"{seconds(phase.mean[last.rank])} against {seconds(usual)}"
-    return [f"Rank {last.rank} is {slower(phase.slowdown(last.rank))} {name} ({compared}); {share}."]
+    who = _named(analysis, last.rank).capitalize()
+    return [f"{who} is {slower(phase.slowdown(last.rank))} {name} ({compared}); {share}."]
 
 
 def slower(share: float) -> str:
@@ -171,9 +176,10 @@ def _stuck(analysis: GroupAnalysis) -> list[str]:
     if not missing:
         return []
     longest = max(row.duration_us for row in inside) / 1e6
+    came_first = _named(analysis, *sorted(row.rank for row in inside)).capitalize()
     return [
-        f"{named(sorted(row.rank for row in inside)).capitalize()} {'has' if len(inside) == 1 else 'have'}"
-        f" been in {inside[0].kind} (number {number}) for {seconds(longest)}; {named(missing)} had not come."
+        f"{came_first} {'has' if len(inside) == 1 else 'have'} been in {inside[0].kind} (number {number}) for"
+        f" {seconds(longest)}; {_named(analysis, *missing)} had not come."
     ]
 
 

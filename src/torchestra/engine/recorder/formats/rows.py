@@ -191,6 +191,18 @@ def table_of(trace: Mapping[str, Any]) -> Table:
     )
 
 
+def global_ranks(table: Table, group: TracedGroup) -> tuple[int, ...]:
+    """Return, by rank in a group, the rank in the largest group that is the same process; -1: none is.
+
+    Nothing if that is not known, as of ranks that are threads of one process.
+    """
+    world = max(table.groups, key=lambda each: each.size)
+    ranks = {pid: rank for rank, pid in world.pids.items()}
+    if group is world or len(ranks) < len(world.pids):
+        return ()
+    return tuple(ranks.get(group.pids.get(rank, 0), -1) for rank in range(group.size))
+
+
 def rows_by_rank(table: Table) -> tuple[TracedGroup | None, dict[int, list[Row]]]:
     """Return the largest group (None: there is no group), and by its ranks all operations of their processes.
 
