@@ -394,7 +394,7 @@ def test_the_plugin_costs_a_run_without_ranks_no_import_of_torch(pytester: pytes
 
 
 TORCH_WORLD = """
-import os, threading, time
+import gc, os, threading, time
 import torch.distributed as td
 from torch.nn.parallel import DistributedDataParallel
 
@@ -403,6 +403,7 @@ both = pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeou
 @both
 def test_in_the_default_group_of_torch():
     assert td.get_backend() == "gloo" and not dist.is_initialized()
+    assert gc.isenabled()  # which it is not while a server of ranks loads what they need
     tensor = torch.ones(2)
     td.all_reduce(tensor)
     pair = td.new_group([0, 1])
