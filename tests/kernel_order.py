@@ -52,7 +52,7 @@ class KernelScheduler:
         context = engine.context
         context.store_word(at.SPINS, 0)
         context.store_word(at.YIELDS, 0)
-        context._poll_interval[:] = 0
+        context.sleep_times.set(0.0)
         for name in KERNELS:
             kernel = (kernels or {}).get(name) or getattr(engine.kernels, name)
             setattr(engine.kernels, name, self._in_turn(context, kernel))

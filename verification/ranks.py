@@ -79,7 +79,7 @@ class Ranks:
             find_heaps(self.arena, context._words)
             self.own(rank, context._words)
             self.own(rank, context._tables)
-            self.own(rank, context._poll_interval)
+            self.own(rank, context.sleep_times.times)
             self.own(rank, context._masks)
 
     def own(self, rank: int, words: np.ndarray) -> int:

@@ -268,7 +268,7 @@ def call_persistent_ones() -> None:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     tensor, received = torch.full((5,), float(rank)), torch.zeros(5)
     # However late the other rank is: a kernel that has slept for so long comes back to Python.
-    dist.group.WORLD.communicator.engine.context.poll_interval_s = SOON  # type: ignore[union-attr]
+    dist.group.WORLD.communicator.engine.context.sleep_times.set(SOON)  # type: ignore[union-attr]
     plans = [
         dist.all_reduce_init(torch.ones(3)),
         dist.broadcast_init(torch.ones(3), 1),

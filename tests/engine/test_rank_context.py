@@ -267,8 +267,9 @@ def test_who_must_know_does_not_rely_on_an_earlier_look(monkeypatch: pytest.Monk
     pid = child(arena, 1)
     with peers_of(arena) as peers:
         with monkeypatch.context() as patch:
-            slow = itertools.count(time.monotonic(), 1000)
-            patch.setattr(liveness, "time", SimpleNamespace(monotonic=slow.__next__))
+            slow = itertools.count(0, 1000)
+            clocks = SimpleNamespace(monotonic=time.monotonic, thread_time=slow.__next__)
+            patch.setattr(liveness, "time", clocks)
             assert peers.dead() == ()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

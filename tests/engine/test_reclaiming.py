@@ -230,7 +230,7 @@ def interrupt_twice(place: int) -> list[str]:
     os.close(descriptor)
     engines = [LocalEngine(RankContext(arena, rank, "pair", SpinPolicy(0, 0))) for rank in range(2)]
     engine, context = engines[0], cast(Any, engines[0].context)
-    context.poll_interval_s = 0.001
+    context.sleep_times.set(0.001)
     context.check = Mock(side_effect=KeyboardInterrupt)
     plan, tensors = engine.plan(ALL_REDUCE, torch.float32, ReduceOp.SUM), [torch.ones(1)]
     with (
@@ -271,7 +271,7 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
     calls = []
     for rank in range(2):
         context = RankContext(arena, rank, "pair", SpinPolicy(0, 0))
-        context.poll_interval_s = 0.001
+        context.sleep_times.set(0.001)
         engine = LocalEngine(context)
         context.store_word(at.READER, reader)
         tensor, output = engine.empty((LENGTH,), torch.float32).fill_(1.0), torch.empty(2 * LENGTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def sleepy_engine(poll_interval_s: float) -> LocalEngine:
     engine = dist.group.WORLD.communicator.engine
     engine.context.store_word(at.SPINS, 0)
     engine.context.store_word(at.YIELDS, 0)
-    engine.context._poll_interval[:] = [int(poll_interval_s), int(poll_interval_s % 1 * 1e9)]
+    engine.context.sleep_times.set(poll_interval_s)
     return engine
 
 
@@ -174,3 +174,30 @@ def test_a_process_that_waits_for_long_takes_next_to_no_time_of_a_core(asynchron
     """What it does is wake every 50 ms and look around."""
     share, _ = run("processes", 2, cost_of_waiting, asynchronous)
     assert share < MOST
+
+
+def sleeps_while_alone(looks: int) -> list[float]:
+    """Rank 0: how long the kernel sleeps after each look, until rank 1 comes; then, how long it would."""
+    context = dist.group.WORLD.communicator.engine.context
+    if dist.get_rank() == 1:
+        await_note("looked")
+        dist.barrier()
+        return []
+    check, found = context.check, []
+
+    def look(*args: Any, **named: Any) -> int | None:
+        suspect = check(*args, **named)
+        found.append(context.sleep_times.times[0].tolist())
+        if len(found) == looks:
+            leave_note("looked")
+        return suspect
+
+    context.check = look
+    dist.barrier()
+    return [seconds + ns * 1e-9 for seconds, ns in (*found[:looks], context.sleep_times.times[0].tolist())]
+
+
+def test_a_wait_looks_soon_whether_peers_live_and_then_seldom() -> None:
+    """A peer that died before a collective began is noticed after the first sleep."""
+    slept = run("threads", 2, sleeps_while_alone, 6)[0]
+    assert slept == pytest.approx([0.005, 0.01, 0.02, 0.04, 0.05, 0.05, 0.005])

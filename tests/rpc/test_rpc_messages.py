@@ -327,7 +327,7 @@ def test_a_message_whose_sender_died_halfway_never_comes_and_others_do() -> None
     contexts = [RankContext(arena, rank, "pair", SpinPolicy(0, 0)) for rank in range(2)]
     endpoints = []
     for context in contexts:
-        context.poll_interval_s = 0.001
+        context.sleep_times.set(0.001)
         channels = arena.address + arena.layout.channels
         endpoints.append(p2p.Endpoint(context.address, channels, context.rank, 2, lambda rank: rank == 0))
     dead, alive = endpoints

@@ -87,10 +87,10 @@ def test_seeds_let_different_ranks_win() -> None:
     assert len(wins) > 1
 
 
-def state() -> tuple[set[str], set[str], float]:
+def state() -> tuple[set[str], set[str], list[list[int]]]:
     communicator = dist.group.WORLD.communicator  # type: ignore[union-attr]
     context = communicator.engine.context
-    return set(vars(communicator)), set(vars(context)), context.poll_interval_s
+    return set(vars(communicator)), set(vars(context)), context.sleep_times.times.tolist()
 
 
 def before_and_after() -> bool:

@@ -122,7 +122,7 @@ def _check_after_a_wait(
     """Let the time pass that a kernel would have waited. Without a deadline none has been called."""
     run = active()
     if run is not None and deadline is not None:
-        self._poll_interval[:] = 0
+        self.sleep_times.set(0.0)
         if blocked is None or suspect is not None or named.get("alone"):
             run.wait(run.choices.choice(_POLLS))
         else:

@@ -243,7 +243,9 @@ RESUME = 96  # where to go on in an operation that returned PENDING; 0 or ENTERI
 BLOCKED = 104  # the rank waited for when PENDING or ABORTED was returned
 SPINS = 112  # how often a wait looks before it yields
 YIELDS = 120  # how often it yields before it sleeps, at most
-POLL_INTERVAL = 128  # address of a struct timespec: how long it sleeps before it returns PENDING
+POLL_INTERVAL = (
+    128  # address of a struct timespec: how long it sleeps for a message before it returns PENDING
+)
 STREAM_ABOVE = 136  # an operation on more bytes of a rank's tensors writes results past the caches
 DIRECT = 184  # an all_reduce of up to so many bytes has every rank read every tensor
 CHUNK = 192  # bytes per chunk of a tensor that goes through the chunk buffers
@@ -281,7 +283,8 @@ LENT = 488  # the last operation in which this rank has lent its tensor
 EXTRA_STEP = 496  # 1: the first meeting of the current operation was for nothing but to agree
 FILLS = 504  # how many pieces this rank has left in its buffers (buffers.py:fill)
 FILL_TICKS = 512  # two words: how long a part of one took by ordinary stores, and past the caches
-CONTEXT_BYTES = 528
+SLEEP = 528  # address of a struct timespec: how long it sleeps for a collective's peer before it does
+CONTEXT_BYTES = 536
 UNPROBED = 0  # values of READER: not known yet,
 BY_SYSTEM_CALL = 1  # process_vm_readv,
 BY_ADDRESS = 2  # all ranks are threads of this process,

@@ -156,7 +156,7 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
     communicator = group.communicator
     context = communicator.engine.context
     words = {offset: context.load_word(offset) for offset in (at.SPINS, at.YIELDS)}
-    poll_interval_s = context.poll_interval_s
+    longest_s, first_s = context.sleep_times.longest_s, context.sleep_times.first_s
     check = context.check
 
     @functools.wraps(check)
@@ -167,13 +167,13 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
     undo = intercept(communicator, lambda _: schedule.step(rank), lambda _: schedule.step(rank))
     for offset in words:
         context.store_word(offset, 0)
-    context.poll_interval_s = 1e-9
+    context.sleep_times.set(1e-9)
     setattr(context, "check", stepping_check)  # noqa: B010
     try:
         yield
     finally:
         del context.__dict__["check"]
-        context.poll_interval_s = poll_interval_s
+        context.sleep_times.set(longest_s, first_s)
         for offset, value in words.items():
             context.store_word(offset, value)
         undo()

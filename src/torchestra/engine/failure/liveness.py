@@ -177,11 +177,11 @@ class PeerProcesses:
 
     def dead(self, now: bool = False) -> tuple[int, ...]:
         with self._lock:
-            began = time.monotonic()
-            if (now or began >= self._next_check) and not self._closed:
+            if (now or time.monotonic() >= self._next_check) and not self._closed:
+                worked = time.thread_time()
                 self._check()
-                # Less than a twentieth of the time, however many there are.
-                self._next_check = began + 20 * (time.monotonic() - began)
+                # Less than a twentieth of a core, however many there are.
+                self._next_check = time.monotonic() + 20 * (time.thread_time() - worked)
             return tuple(sorted(self._dead))
 
     def _check(self) -> None:

@@ -22,7 +22,7 @@ slice of theirs, so it yields for LONGEST_YIELDING at most. No wake-up is lost: 
 fence between the two), so at least one of the two sees the other's write; and a futex compares the word again
 when it goes to sleep. A sequentially consistent store waits for the line to come from the peers' caches. So
 small operations only release FLAG (:func:`post`) and have the fence before they first yield, or at their end,
-when the line has long come: :func:`wake_sleepers`. A sleep that saw no progress for POLL_INTERVAL returns
+when the line has long come: :func:`wake_sleepers`. A sleep that saw no progress for SLEEP returns
 PENDING to Python, which looks at signals, the deadline and the peers' lives and calls the kernel again.
 
 Starting. Between :func:`stop_waiting` and :func:`wait_again` a wait returns PENDING at once, having woken who
@@ -75,7 +75,7 @@ LONGEST_YIELDING = 10_000_000  # nanoseconds
 CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
 RANK, SIZE, CONTROL, ABORT = at.RANK, at.SIZE, at.CONTROL, at.ABORT
 HEAPS, HEAP_BYTES, NOT_SHARED = at.HEAPS, at.HEAP_BYTES, at.NOT_SHARED
-SEQUENCE, RESUME, BLOCKED, POLL_INTERVAL = at.SEQUENCE, at.RESUME, at.BLOCKED, at.POLL_INTERVAL
+SEQUENCE, RESUME, BLOCKED, SLEEP = at.SEQUENCE, at.RESUME, at.BLOCKED, at.SLEEP
 SPINS, YIELDS, YIELD_TIMESPEC = at.SPINS, at.YIELDS, at.YIELD_TIMESPEC
 UNKNOWN = at.UNKNOWN
 WAITERS, FLAG_LINES, FLAGS, LINE = at.WAITERS, at.FLAG_LINES, at.FLAGS, at.LINE
@@ -180,7 +180,7 @@ def _yield_then_sleep(context, peer, word, target):
         fetch_add(waiters, 1)
         seen = load_ordered(word)
         if seen < target:
-            syscall(FUTEX, word, FUTEX_WAIT, seen & 0xFFFF_FFFF, load(context + POLL_INTERVAL), 0, 0)
+            syscall(FUTEX, word, FUTEX_WAIT, seen & 0xFFFF_FFFF, load(context + SLEEP), 0, 0)
         fetch_add(waiters, -1)
         now = load_acquire(word)
         if now >= target:

@@ -40,6 +40,7 @@ from torchestra.engine.kernels.placement import REBALANCE_EVERY
 from torchestra.engine.kernels.selection import SpinPolicy, cores_in_affinity
 from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.membership.lending import publish_token, raise_unreadable
+from torchestra.engine.membership.sleep_times import SleepTimes
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap, find_heaps
 from torchestra.engine.recorder import recorder
@@ -61,7 +62,7 @@ from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children
 from torchestra.system.try_lock import TryLock
 
-_AT_ONCE_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 1e-9, 1.0, 4.0
+_RESTLESS_SECONDS, _CLAIM_SECONDS = 1.0, 4.0
 
 
 class RankContext:
@@ -74,6 +75,7 @@ class RankContext:
         when_aborted: called with the text that :meth:`abort` wrote, on the rank that wrote it.
         host: where the ranks of the arena are, for messages; empty if the whole group is there.
         ask_elsewhere: returns where the ranks of other hosts stand.
+        sleep_times: how long waits sleep before they return PENDING.
     """
 
     def __init__(self, arena: Arena, rank: int, name: str, policy: SpinPolicy) -> None:
@@ -95,7 +97,7 @@ class RankContext:
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
         self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
-        self._poll_interval = np.array([0, int(policy.poll_interval_s * 1e9)], dtype=np.int64)
+        self.sleep_times = SleepTimes(policy.poll_interval_s)
         self.address: int = self._words.ctypes.data
         self.heap = Heap(arena, rank, partial(find_heaps, arena, self._words))
         layout, base = arena.layout, arena.address
@@ -112,7 +114,7 @@ class RankContext:
             (at.ABORT, base + at.HEADER_ABORT),
             (at.SPINS, policy.spins),
             (at.YIELDS, policy.yields),
-            (at.POLL_INTERVAL, self._poll_interval.ctypes.data),
+            *zip((at.SLEEP, at.POLL_INTERVAL), self.sleep_times.addresses, strict=True),
             (at.RECORD, base + arena.record(rank)),
             (at.CLOCK, arena.load_word(at.HEADER_CLOCK)),
             (at.CORES, cores_in_affinity()),
@@ -127,15 +129,6 @@ class RankContext:
     def forget(self) -> None:
         """In a forked child, which is not the rank, write nothing into the arena any more."""
         self.closed = self._inherited = True
-
-    @property
-    def poll_interval_s(self) -> float:
-        """Return how long, in seconds, a wait sleeps before it lets Python check for failures."""
-        return float(self._poll_interval[0]) + float(self._poll_interval[1]) * 1e-9
-
-    @poll_interval_s.setter
-    def poll_interval_s(self, seconds: float) -> None:
-        self._poll_interval[:] = divmod(round(seconds * 1e9), 1_000_000_000)
 
     # -- for the engine
 
@@ -176,7 +169,7 @@ class RankContext:
         deadline = Deadline(timeout_s)
         meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
         doing = operations.describe(meta, count)
-        spins, yields, interval_s = self.load_word(at.SPINS), self.load_word(at.YIELDS), self.poll_interval_s
+        spins, yields = self.load_word(at.SPINS), self.load_word(at.YIELDS)
         suspect: int | None = None
         try:
             while code == at.PENDING:
@@ -185,10 +178,13 @@ class RankContext:
                     self.store_word(at.SPINS, 0)
                     self.store_word(at.YIELDS, 0)
                 suspect = self.check(doing, self.load_word(at.BLOCKED), deadline, suspect, site=site)
-                self.poll_interval_s = interval_s if suspect is None else _AT_ONCE_SECONDS
+                if suspect is None:
+                    self.sleep_times.lengthen()
+                else:
+                    self.sleep_times.skip()
                 code = kernel(*arguments)
         finally:
-            self.poll_interval_s = interval_s
+            self.sleep_times.reset()
             self.store_word(at.SPINS, spins)
             self.store_word(at.YIELDS, yields)
         if code == at.ABORTED:
