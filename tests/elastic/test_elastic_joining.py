@@ -12,6 +12,8 @@ import pytest
 import torchestra as dist
 from elastic.training import STEPS, alone, digest, go_on, make
 from torchestra import elastic
+from torchestra.elastic.membership import Members
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.store import HashStore
 from torchestra.world.registry import thread_rank
 from worlds import OP_SECONDS, WORLD_SECONDS
@@ -72,6 +74,31 @@ def test_a_training_waits_for_ranks_to_join() -> None:
     for rank in (2, 3):
         job.start(rank, None, lambda: body(4))
     assert [told for told, _ in job.finish()] == [unfailed(SHARDS)] * 4
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_a_death_does_not_make_the_loop_collect_where_all_ranks_are(
+    monkeypatch: pytest.MonkeyPatch, explains: bool
+) -> None:
+    """That takes as long as the whole rest of the pause. After the loop errors explain themselves again."""
+    job, reports, original = Job(), [], RankContext.report
+    monkeypatch.setattr(RankContext, "report", lambda *args: reports.append(args) or original(*args))
+    if explains:
+        monkeypatch.setattr(Members, "_explain_loss", lambda *_: None)
+
+    def leave(shard: elastic.Shard) -> None:
+        if dist.get_rank() == 1 and dist.get_world_size() == 3:
+            raise Gone
+
+    def train() -> bool:
+        body(1, leave)
+        assert dist.group.WORLD is not None
+        return bool(dist.group.WORLD.communicator.engine.context.explains_loss)
+
+    for rank in range(3):
+        job.start(rank, 3, train)
+    assert job.finish() == [True, True]
+    assert bool(reports) == explains
 
 
 @pytest.mark.parametrize("shard_count", [1, 3, 4])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torchestra.errors import DistError
+from verification.simulation import growing
 from verification.simulation.faults import Fault
 from verification.simulation.groups import BOUND_S, GroupsWorld, Lineage
 from verification.simulation.messages import MessagesWorld
@@ -120,3 +121,13 @@ def lost_worker(seed: int) -> Plan:
     """Return a run in which a worker dies while others call it."""
     crash = Fault(1.1 + 0.1 * (seed % 10), "crash", 1, 0, 0, 0.0)
     return Plan(seed, (0, 0, 1, 2), 0.01, Quality(0.002, 0.01), [crash], most_turns=60_000)
+
+
+def host_asleep(seed: int) -> Plan:
+    """Return a run in which a host sleeps, and loses its connections, until the others have gone on."""
+    faults = [
+        Fault(0.227, "stop", 1, 2, 0, 4.561),
+        Fault(1.292, "stop", 0, 1, 0, 3.375),
+        Fault(1.399, "reset", 4, 1, 0, 4.937),
+    ]
+    return growing.plan(1000514 + seed).with_faults(faults)

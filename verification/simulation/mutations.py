@@ -18,7 +18,7 @@ from torchestra.autograd.contexts import Context, ContextContainer
 from torchestra.autograd.graph_task import GraphTask, Key
 from torchestra.autograd.send_recv import RecvRpc, SendRpc
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, State
-from torchestra.engine.multihost import shrinking
+from torchestra.engine.multihost import failure_detector, shrinking
 from torchestra.engine.multihost.control_message import ControlMessage
 from torchestra.engine.multihost.curve_bridge import CurveBridge
 from torchestra.engine.multihost.failure_detector import FailureDetector
@@ -50,6 +50,7 @@ from verification.simulation.aimed import (
 from verification.simulation.autograd import AutogradWorld
 from verification.simulation.faults import Fault
 from verification.simulation.groups import GroupsWorld
+from verification.simulation.growing import GrowingWorld
 from verification.simulation.joining_rpc import JoiningWorld
 from verification.simulation.messages import MessagesWorld
 from verification.simulation.network import Quality
@@ -100,6 +101,7 @@ class Mutation(NamedTuple):
         planners: dict[object, list[Callable[[int], Plan]]] = {
             GroupsWorld: [groups.plan, _reset_while_meeting],
             BriefWorld: [],
+            GrowingWorld: [aimed.host_asleep],
             LateWorld: [aimed.two_deaths],
             EnteringWorld: [aimed.death],
             SmallMessagesWorld: [aimed.resets],
@@ -332,6 +334,7 @@ _TWO_OF_THREE = _plan(
 _TRIANGLE = _plan((0, 1, 2), Fault(1.0, "cut", 0, 1, 2, 60.0))
 _CRASH = _plan((0, 0, 1, 1), Fault(1.0, "crash", 1, 0, 0, 0.0))
 
+
 MUTATIONS: dict[str, Mutation] = {
     "void as an outsider": Mutation(
         MembershipAgreement, "_may_void", _void_as_an_outsider, BriefWorld, _HALVES, "no end after"
@@ -482,6 +485,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "take any for alive": Mutation(
         dynamic_group, "probe", _take_any_for_alive, JoiningWorld, _death_alone(0), "nobody has its name"
+    ),
+    "never left behind": Mutation(
+        failure_detector,
+        "left_behind",
+        lambda *_: "",
+        GrowingWorld,
+        aimed.host_asleep(0),
+        "which is well",
     ),
     "forget after the end": Mutation(
         EventLoop, "forget", _forget_after_the_end, JoiningWorld, joining_rpc.plan(408), "KeyError"

@@ -140,6 +140,7 @@ class _Loop:
         with contextlib.suppress(DistError):
             self._transfer.finish()
         self.sum.rewind()
+        self._members.leave()
 
     def _shard(self, index: int) -> Shard:
         key = seed_all(self.seed, self.state.step, index)

@@ -61,6 +61,7 @@ class Members:
 
     def __init__(self) -> None:
         self.group = default_group()
+        self._explain_loss(False)
         self._lost: list[int] = []
         self._joined: list[int] = []
 
@@ -76,6 +77,16 @@ class Members:
         self._lost += [self.group.member_ids[rank] for rank in group.lost_ranks]
         self._joined += [group.member_ids[rank] for rank in group.joined_ranks]
         self.group = group
+        self._explain_loss(False)
+
+    def leave(self) -> None:
+        """End the watch over the members."""
+        self._explain_loss(True)
+
+    def _explain_loss(self, wanted: bool) -> None:
+        """Have errors for a rank that is gone tell where all are; the loop needs only to know who is."""
+        if (context := self.group.communicator.engine.context) is not None:
+            context.explains_loss = wanted
 
     def wait_for(self, minimum: int) -> None:
         """Wait for ranks to join, and let them in, while there are fewer; every rank calls this.

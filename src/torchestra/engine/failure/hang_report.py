@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchestra.engine.diagnosis.facts import RankFacts
 from torchestra.engine.diagnosis.rules import diagnose
-from torchestra.engine.failure.collecting import RankView, collect_facts
+from torchestra.engine.failure.collecting import RankView, collect_facts, global_rank
 
 
 class HostReport(NamedTuple):
@@ -33,6 +33,30 @@ def host_report(
     facts = collect_facts(view, ranks, dead, site)
     lines = [rank_line(each) for rank, each in zip(ranks, facts, strict=True) if rank in shown]
     return HostReport((f"\nhost {view.host}:" if view.host else "") + "".join(lines), tuple(facts))
+
+
+def silent_report(
+    host: str,
+    ranks: Iterable[int],
+    global_ranks: Sequence[int],
+    dead: Collection[int],
+    left: Collection[int],
+    seen: str,
+) -> HostReport:
+    """Return the report of the ranks of a host that does not answer; ``seen``: where one of them was last."""
+    facts = tuple(
+        RankFacts(
+            rank,
+            host,
+            presence="dead" if rank in dead else "left" if rank in left else "silent",
+            end_reason="its host says so",
+            global_rank=global_rank(rank, global_ranks),
+            doing="is on a host that does not answer",
+            last_seen=f"at {seen}" if seen else "",
+        )
+        for rank in ranks
+    )
+    return HostReport(f"\nhost {host} does not answer", facts)
 
 
 def late_elsewhere(

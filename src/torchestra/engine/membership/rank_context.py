@@ -76,6 +76,8 @@ class RankContext:
         host: where the ranks of the arena are, for messages; empty if the whole group is there.
         ask_elsewhere: returns where the ranks of other hosts stand.
         sleep_times: how long waits sleep before they return PENDING.
+        explains_loss: whether the error for a rank that is gone tells where all ranks are. That takes some
+            hundredths of a second: for nothing, where a program goes on without it and shows it to nobody.
     """
 
     def __init__(self, arena: Arena, rank: int, name: str, policy: SpinPolicy) -> None:
@@ -98,6 +100,7 @@ class RankContext:
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
         self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
         self.sleep_times = SleepTimes(policy.poll_interval_s)
+        self.explains_loss = True
         self.address: int = self._words.ctypes.data
         self.heap = Heap(arena, rank, partial(find_heaps, arena, self._words))
         layout, base = arena.layout, arena.address
@@ -247,7 +250,7 @@ class RankContext:
             )
         dead = self._dead()
         gone = self._gone(blocked, dead, alone)
-        explain = partial(self.report, range(self.size), site, ())
+        explain = partial(self.report, range(self.size), site, ()) if self.explains_loss else None
         if gone is not None:
             if suspect != gone:
                 return gone

@@ -33,10 +33,9 @@ from dataclasses import asdict
 from functools import partial
 
 from torchestra.engine import layout as at
-from torchestra.engine.diagnosis.facts import RankFacts, read_facts
+from torchestra.engine.diagnosis.facts import read_facts
 from torchestra.engine.diagnosis.last_seen import write_last_seen
-from torchestra.engine.failure.collecting import global_rank
-from torchestra.engine.failure.hang_report import HostReport, hang_report
+from torchestra.engine.failure.hang_report import HostReport, hang_report, silent_report
 from torchestra.engine.failure.program_samples import sample_programs
 from torchestra.engine.hosts import Hosts
 from torchestra.engine.membership.rank_context import RankContext
@@ -45,6 +44,7 @@ from torchestra.engine.multihost.control_message import REPLIES, ControlMessage
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.peer_values import ranks_in, read_counts, read_text, warnings
 from torchestra.engine.multihost.remote_records import Answer, answer, understand
+from torchestra.engine.multihost.store_registers import left_behind
 from torchestra.engine.multihost.suspicion import PINGS_PER_BOUND, SuspicionTimers
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record, waits_for_other_hosts
@@ -228,13 +228,20 @@ class FailureDetector:
         """Abort the group for hosts that have been silent for too long, unless that has been done."""
         for host in hosts - self.silent:
             self.silent.add(host)
-            ranks = self.hosts.on(host)
-            self._abort_aside(
-                f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
-                " it is down, or the network to it is",
-                ranks,
-                hang_report([self._silence(host)], self._context.group_rank),
-            )
+            self._aside(partial(self._abort_for_silence, host))
+
+    def _abort_for_silence(self, host: int) -> None:
+        """Abort the group for a silent host, unless the others are silent as they have gone on without us."""
+        ranks, context = self.hosts.on(host), self._context
+        if gone_on := left_behind(self.store, context.group_rank, self.hosts.size, context.name, self.bound):
+            context.abort(gone_on)
+            return
+        context.abort(
+            f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
+            " it is down, or the network to it is",
+            ranks,
+            lambda: hang_report([self._silence(host)], context.group_rank),
+        )
 
     def _record_bytes(self, host: int) -> None:
         """Note that a host lives if bytes have come from it since it was heard from last.
@@ -368,9 +375,11 @@ class FailureDetector:
         It waits until another rank of this host has said why it aborts the group, which may ask the other
         hosts first, and until these have confirmed it.
         """
-        abort = partial(self._context.abort, why, failed, lambda: report)
+        self._aside(partial(self._context.abort, why, failed, lambda: report))
+
+    def _aside(self, task: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and begins no thread
-            start_thread(threading.Thread(target=abort, name="torchestra-aborting", daemon=True))
+            start_thread(threading.Thread(target=task, name="torchestra-aborting", daemon=True))
 
     @property
     def has_left(self) -> bool:
@@ -409,22 +418,9 @@ class FailureDetector:
 
     def _silence(self, host: int) -> HostReport:
         """Return what is known of the ranks of a host that does not answer."""
-        name = self.hosts.names[host]
         seen = self._last_seen.get(host, "")
-        gone = self.dead | self.left
-        facts = tuple(
-            RankFacts(
-                rank,
-                name,
-                presence="silent" if rank not in gone else "dead" if rank in self.dead else "left",
-                end_reason="its host says so",
-                global_rank=global_rank(rank, self._context.global_ranks),
-                doing="is on a host that does not answer",
-                last_seen=f"at {seen}" if seen else "",
-            )
-            for rank in self.hosts.on(host)
-        )
-        return HostReport(f"\nhost {name} does not answer", facts)
+        name, ranks, known = self.hosts.names[host], self.hosts.on(host), self._context.global_ranks
+        return silent_report(name, ranks, known, self.dead, self.left, seen)
 
     def ask_what_they_did(self, last: int = at.ENTRIES) -> dict[int, Answer]:
         """Return the records of other hosts, by host; takes some seconds if one does not answer.

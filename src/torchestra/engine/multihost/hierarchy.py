@@ -231,14 +231,14 @@ class Hierarchy:
     def _give_up_on(self, gone: frozenset[int], call: Call) -> None:
         detector = self.detector
         seen = f"{self.hosts.describe(self.rank)} saw it in {call}"
+        explain = self._report_all if self.context.explains_loss else None
         if died := tuple(sorted(gone & detector.dead)):
             who = ", ".join(f"{self.hosts.describe(rank)} died" for rank in died)
-            self.context.abort(f"{who}; {seen}", died, self._report_all)
+            self.context.abort(f"{who}; {seen}", died, explain)
         else:
             who = ", ".join(map(self.hosts.describe, sorted(gone)))
             self.context.abort(
-                f"{who} destroyed the group; {seen}: do all ranks call the same operations?",
-                explain=self._report_all,
+                f"{who} destroyed the group; {seen}: do all ranks call the same operations?", explain=explain
             )
         raise self.context.aborted()
 

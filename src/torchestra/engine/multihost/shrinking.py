@@ -24,7 +24,7 @@ from torchestra.engine.membership.entering import E, EntryThread
 from torchestra.engine.membership.growing import GrownGroup, Growth
 from torchestra.engine.membership.shrinking import run_alone
 from torchestra.engine.multihost.hierarchy import Hierarchy
-from torchestra.engine.multihost.store_registers import StoreRegisters
+from torchestra.engine.multihost.store_registers import StoreRegisters, registers_store
 from torchestra.errors import DistError, DistNetworkError, DistStoreError, GroupAbortedError
 from torchestra.store import PrefixStore, Store
 from torchestra.system.deadline import Deadline
@@ -114,8 +114,7 @@ def _attempt(
 ) -> ShrunkHostGroup[E] | GrownGroup[E]:
     hosts, detector = hierarchy.hosts, hierarchy.detector
     group_store = PrefixStore("shrinking", detector.store)
-    store = group_store.clone()
-    store.set_timeout(detector.bound)
+    store = registers_store(detector.store, detector.bound)
     registers = StoreRegisters(store, hierarchy.rank, hosts.size, hierarchy.name)
     epoch_entry = _StoreEpochEntry(hierarchy, registers, group_store, deadline, enter, cancel)
     growing = None if growth is None else growth.around(epoch_entry, registers, deadline)

@@ -20,14 +20,36 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchestra.engine.membership.agreement import Ballot, Registers, State
+from torchestra.engine.membership.agreement import Ballot, Registers, State, exclusion_error
 from torchestra.engine.multihost.peer_values import GrowingText, ranks_in_words, read_proposal
-from torchestra.errors import DistBackendError
-from torchestra.store import Store
+from torchestra.errors import DistBackendError, DistNetworkError, DistStoreError
+from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_ADVICE
 
 _Proposal = tuple[tuple[int, ...], bytes]
 _COMMITTED, _VOID = b"committed", b"void"
+
+
+def left_behind(store: Store, rank: int, size: int, group: str, timeout_s: float) -> str:
+    """Return that the other ranks of a group have gone on without this one, in words; "" if they have not.
+
+    Args:
+        store: the group's.
+        timeout_s: for a store that is out of reach, which does not tell.
+    """
+    try:
+        registers = StoreRegisters(registers_store(store, timeout_s), rank, size, group)
+        error = exclusion_error(registers.ballot(), rank, None, group)
+    except (DistNetworkError, DistStoreError, DistBackendError):
+        return ""
+    return "" if error is None else str(error)
+
+
+def registers_store(store: Store, timeout_s: float) -> Store:
+    """Return the part of a group's store in which its registers are, with a connection of its own."""
+    found = PrefixStore("shrinking", store).clone()
+    found.set_timeout(timeout_s)
+    return found
 
 
 class StoreRegisters(Registers):
