@@ -177,6 +177,47 @@ def test_a_state_that_does_not_fit_is_refused_by_all() -> None:
     assert all("rank 1 of group" in each and "further is of torch.float32" in each for each in told)
 
 
+class Replay:
+    """Keep a tensor of each step, as a buffer of experiences does."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": list(self.kept), "count": len(self.kept)}
+
+    def load_state_dict(self, told: dict[str, Any]) -> None:
+        self.kept = list(told["kept"])
+
+
+def test_a_state_that_grows_meanwhile_comes_whole() -> None:
+    """Blocks that came before are of other tensors then, and come again."""
+
+    class Growing(Training):
+        def train(
+            self, name: str, rank: int, hook: Hook = lambda shard: None, size: int | None = None
+        ) -> None:
+            def body() -> list[list[float]]:
+                network, optimizer, _ = make(rank, 0.0)
+                replay, further = Replay(), torch.full((ELEMENTS,), float(rank))
+                mine = elastic.State(network, optimizer, replay=replay, further=further)
+
+                def update() -> None:
+                    optimizer.step()
+                    if mine.step < 14:
+                        replay.kept.append(torch.full((300,), float(mine.step)))
+
+                go_on(mine, SHARDS, 24, hook, 2, update)
+                return [each.unique().tolist() for each in (*replay.kept, further)]
+
+            self.start(rank, size, body)
+
+    job = Growing(own_update=True)
+    job.train("first", 0, size=2)
+    job.train("lost", 1, leaving(2, lambda: job.train("new", 1)), size=2)
+    assert job.finish() == [[[float(step)] for step in range(14)] + [[0.0]]] * 2
+
+
 def test_a_block_that_changes_here_after_it_has_come_is_known_as_it_is() -> None:
     """Receiving itself is no change, also of short pieces, which are copied."""
     sent = {"long": torch.arange(1000.0), "short": torch.arange(10.0), "other": torch.arange(300.0)}
