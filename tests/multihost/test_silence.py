@@ -60,6 +60,7 @@ class LoneMember:
     """
 
     name, rank, size = "lone", 0, 1
+    global_ranks = ()
     program = threading.main_thread()
     peers = None
 

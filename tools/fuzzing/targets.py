@@ -266,6 +266,7 @@ def _standing() -> tuple[bytes, ...]:
 def _read_standing(data: bytes) -> None:
     """Put what another host answers into the report of a hang, beside the ranks of this one."""
     detector: Any = SimpleNamespace(hosts=_HOSTS, _others=[1], dead=set(), left=set(), _last_seen={})
+    detector._context = SimpleNamespace(global_ranks=())
     detector._ask, detector.begun = lambda *_: {1: (data, 0.0)}, lambda: 2
     detector._silence = lambda host: FailureDetector._silence(detector, host)
     calls = (Call(2, "all_reduce(float32[3])", "running", 0.5), Call(1, "barrier()", "done", 0.5))
