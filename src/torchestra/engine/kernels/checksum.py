@@ -19,9 +19,8 @@ _PAGE_BYTES = 4096
 _BLOCK_BYTES = 4 * _PAGE_BYTES
 _MULTIPLIER = 1099511628211  # odd, so that no page's sum is lost in what follows
 _KEY = 0x1F83D9ABFB41BD6B
-_NEXT_KEY = (
-    -0x61C8864680B583EB
-)  # 2 to the power of 64 by the golden ratio: keys of neighbours differ in all bits
+# 2 to the power of 64 by the golden ratio: keys of neighbours differ in all bits.
+_NEXT_KEY = -0x61C8864680B583EB
 _LOW_HALF = 0xFFFFFFFF
 
 

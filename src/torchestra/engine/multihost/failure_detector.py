@@ -233,7 +233,10 @@ class FailureDetector:
     def _abort_for_silence(self, host: int) -> None:
         """Abort the group for a silent host, unless the others are silent as they have gone on without us."""
         ranks, context = self.hosts.on(host), self._context
-        if gone_on := left_behind(self.store, context.group_rank, self.hosts.size, context.name, self.bound):
+        # The store may have been on that host: the error must not come a heartbeat bound later for that.
+        if gone_on := left_behind(
+            self.store, context.group_rank, self.hosts.size, context.name, self.interval
+        ):
             context.abort(gone_on)
             return
         context.abort(

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torchestra.engine.membership.agreement import Ballot, Registers, State, exclusion_error
 from torchestra.engine.multihost.peer_values import GrowingText, ranks_in_words, read_proposal
-from torchestra.errors import DistBackendError, DistNetworkError, DistStoreError
+from torchestra.errors import DistBackendError, DistError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_ADVICE
 
@@ -40,7 +40,7 @@ def left_behind(store: Store, rank: int, size: int, group: str, timeout_s: float
     try:
         registers = StoreRegisters(registers_store(store, timeout_s), rank, size, group)
         error = exclusion_error(registers.ballot(), rank, None, group)
-    except (DistNetworkError, DistStoreError, DistBackendError):
+    except DistError:
         return ""
     return "" if error is None else str(error)
 
