@@ -11,10 +11,13 @@ from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import Watched
 from tools.attacks._wires import meet, workers
 
-from torchestra.transport.listener import MAX_UNAUTHENTICATED, TOLD_IN_ADVANCE
+from torchestra.transport.listener import MAX_UNAUTHENTICATED
 
 FLOOD_SECONDS = 0.2
 MESSAGES_SECONDS = 0.2
+
+# That ZeroMQ keeps until the listener reads them: its own end of the monitor has room for 1,000.
+EVENTS_KEPT = 1001
 
 # What ZeroMQ says first: signature, version 3.1, and CURVE as the mechanism; then a hello as long as one is.
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -39,7 +42,7 @@ def attack(seconds: float) -> Outcome:
 
 
 def _meet_among(outcome: Outcome, talks: Sequence[Sequence[bytes]]) -> None:
-    with workers(2) as made, Watched(outcome, 2 * (MAX_UNAUTHENTICATED + TOLD_IN_ADVANCE)) as watched:
+    with workers(2) as made, Watched(outcome, 2 * (MAX_UNAUTHENTICATED + EVENTS_KEPT)) as watched:
         first, second = made
         floods = [Flood(worker.address, talks, most=2000) for worker in made]
         with floods[0], floods[1]:

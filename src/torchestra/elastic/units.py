@@ -104,11 +104,6 @@ class Units:
             return None
         return Units(parts, units)
 
-    @property
-    def bytes(self) -> int:
-        """Return how many bytes all have."""
-        return sum(each.bytes for each in self.all)
-
     def others(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what there is beside the units.
 

@@ -95,7 +95,6 @@ class Collective:
         sparse: it takes sparse COO tensors as well.
         functional: the operator in ``torch.ops.torchestra``; "" if there is none.
         on_devices: NCCL and similar backends have it; if not, tensors of a device go through the host.
-        traced_as: its name in torch's profilers.
         in_place: it replaces the tensor that it reads.
         moves: it only moves elements between tensors, and so takes complex ones as pairs of reals.
     """
@@ -120,12 +119,11 @@ class Collective:
     sparse: bool = False
     functional: str = ""
     on_devices: bool = True
-    traced_as: str = ""
     in_place: bool = field(init=False, default=False)
     moves: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        for attribute in ("algorithm", "method", "traced_as"):
+        for attribute in ("algorithm", "method"):
             if not getattr(self, attribute):
                 object.__setattr__(self, attribute, self.name)
         in_place = self.output is not None and self.output is self.input
@@ -235,7 +233,6 @@ ALL_GATHER_INTO_TENSOR = add(
         options="AllgatherOptions",
         coalesced="allgather_into_tensor_coalesced",
         functional="all_gather_into_tensor",
-        traced_as="all_gather",
     )
 )
 GATHER = add(
@@ -288,7 +285,6 @@ REDUCE_SCATTER_TENSOR = add(
         options="ReduceScatterOptions",
         coalesced="reduce_scatter_tensor_coalesced",
         functional="reduce_scatter_tensor",
-        traced_as="reduce_scatter",
     )
 )
 ALL_TO_ALL = add(
@@ -317,7 +313,6 @@ ALL_TO_ALL_SINGLE = add(
         method_aliases=("all_to_all_single",),
         options="AllToAllOptions",
         functional="all_to_all_single",
-        traced_as="all_to_all",
     )
 )
 SCAN = add(

@@ -14,11 +14,10 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class _File(Protocol):
-    def fileno(self) -> int: ...
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 
 class Interrupts:
@@ -66,7 +65,7 @@ class Interrupts:
         if self.came:
             raise KeyboardInterrupt
 
-    def wait(self, timeout_s: float | None, *files: int | _File) -> bool:
+    def wait(self, timeout_s: float | None, *files: int | HasFileno) -> bool:
         """Wait until a file is readable, or an interrupt comes; return whether a file is.
 
         Args:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import select
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 
-class _File(Protocol):
-    def fileno(self) -> int: ...
-
-
-def is_readable(file: int | _File, timeout_s: float | None) -> bool:
+def is_readable(file: int | HasFileno, timeout_s: float | None) -> bool:
     """Return whether a file is readable or at its end within ``timeout_s`` seconds (None: wait)."""
     poll = select.poll()
     poll.register(file, select.POLLIN)

@@ -46,8 +46,6 @@ from torchestra.transport.syn_filter import SynFilter
 HANDSHAKE_SECONDS = 3
 """How long a connection has to prove its key."""
 MAX_UNAUTHENTICATED = 64
-TOLD_IN_ADVANCE = 1001
-"""Events that ZeroMQ keeps until the listener reads them: its own end of the monitor has room for 1,000."""
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=Hi")

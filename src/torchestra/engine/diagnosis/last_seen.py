@@ -27,8 +27,8 @@ _TRIES = 10
 _CHECKSUM_DIGITS = 8
 
 
-class Publishing(Protocol):
-    """A rank of this process."""
+class RankProgram(Protocol):
+    """A rank of this process, and the thread that runs its program."""
 
     arena: Arena
     rank: int
@@ -39,7 +39,7 @@ class _Publisher:
     """The thread, which runs while there is a rank in this process."""
 
     def __init__(self) -> None:
-        self._ranks: list[Publishing] = []
+        self._ranks: list[RankProgram] = []
         self._running = False
         self._changed = threading.Condition()
         forget_in_children(self)
@@ -49,7 +49,7 @@ class _Publisher:
         self._ranks, self._running = [], False
         self._changed = threading.Condition()
 
-    def add(self, rank: Publishing) -> None:
+    def add(self, rank: RankProgram) -> None:
         with self._changed:
             self._ranks.append(rank)
             write_last_seen(rank.arena, rank.rank, rank.program)
@@ -57,7 +57,7 @@ class _Publisher:
                 start_thread(threading.Thread(target=self._run, name="torchestra-last-seen", daemon=True))
                 self._running = True
 
-    def remove(self, rank: Publishing) -> None:
+    def remove(self, rank: RankProgram) -> None:
         with self._changed:
             if rank in self._ranks:
                 self._ranks.remove(rank)
@@ -91,12 +91,12 @@ def publish_last_exception() -> None:
         _publisher.end_with(site)
 
 
-def publish_last_seen(rank: Publishing) -> None:
+def publish_last_seen(rank: RankProgram) -> None:
     """Begin to publish where the program of a rank is."""
     _publisher.add(rank)
 
 
-def end_last_seen(rank: Publishing) -> None:
+def end_last_seen(rank: RankProgram) -> None:
     """Publish it no more."""
     _publisher.remove(rank)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import GroupWait, Program, UserFrame, identity
+from torchestra.engine.diagnosis.last_seen import RankProgram
 from torchestra.engine.diagnosis.lock_waits import ThreadStack, find_lock_wait
 from torchestra.engine.diagnosis.source_lines import loops_at
 from torchestra.engine.memory.arena import Arena
@@ -30,25 +31,22 @@ _MAX_MISSING = 8
 _ENTRIES = 2
 
 
-class Membership(Protocol):
-    """A rank of this process, in a group on this host."""
+class ObservedRank(RankProgram, Protocol):
+    """A rank of this process, in a group on this host (membership/rank_context.py)."""
 
-    arena: Arena
-    rank: int
     name: str
     closed: bool
     group_ranks: Sequence[int]
-    program: threading.Thread
 
 
-_memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
+_observed: weakref.WeakSet[ObservedRank] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def note_membership(membership: Membership) -> None:
-    """Have :func:`describe_programs` look at a group, too, as long as the rank is in it."""
+def observe(rank: ObservedRank) -> None:
+    """Have :func:`describe_programs` look at a rank's group, too, as long as the rank is in it."""
     with _lock:
-        _memberships.add(membership)
+        _observed.add(rank)
 
 
 def describe_programs(programs: Sequence[threading.Thread], group: Arena | None = None) -> list[Program]:
@@ -141,7 +139,7 @@ def _handled(thread: int) -> str:
 def _other_groups(program: threading.Thread, group: Arena | None) -> tuple[GroupWait, ...]:
     """Return the operations that run in other groups of a rank, and who has not come to them."""
     with _lock:
-        members = list(_memberships)
+        members = list(_observed)
     waits = []
     for member in members:
         if member.program is not program or member.closed or member.arena is group:

@@ -17,7 +17,6 @@ from torchestra.engine.p2p.tags import ARRIVED, PASSED
 from torchestra.errors import named
 
 _MAX_DISK = 0.5
-_LOADER_FOLDER = "torch/utils/data"
 _MANY_FAULTS = 20.0
 _MUCH_THROTTLED = 0.5
 _BUSY = 0.5

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.diagnosis.facts import Program, from_json, to_json
 from torchestra.engine.diagnosis.last_seen import publish_last_seen, write_last_seen
-from torchestra.engine.diagnosis.program import describe_programs, note_membership
+from torchestra.engine.diagnosis.program import ObservedRank, describe_programs, observe
 from torchestra.engine.diagnosis.stack_dump import offer_stacks
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
@@ -61,24 +60,13 @@ class StackReporter(threading.Thread):
             return Program(f"{where} (no more is known: {type(error).__name__}: {error})")
 
 
-class Observed(Protocol):
-    """A rank of this process (membership/rank_context.py)."""
-
-    arena: Arena
-    rank: int
-    name: str
-    closed: bool
-    group_ranks: Sequence[int]
-    program: threading.Thread
-
-
-def offer_facts(rank: Observed, *, answers: bool) -> None:
+def offer_facts(rank: ObservedRank, *, answers: bool) -> None:
     """Let others find out what a rank's program does, from now until the rank has left the group.
 
     Args:
         answers: it is a process with peers on this host, which will ask.
     """
-    note_membership(rank)
+    observe(rank)
     arena, block = rank.arena, rank.arena.control(rank.rank)
     arena.store_word(block + at.PROGRAM_TID, _system_number(rank.program))
     arena.store_word(block + at.PROGRAM_IDENT, rank.program.ident or 0)
