@@ -42,8 +42,8 @@ _SHORT_BYTES = 64 << 10  # of an item that is told at once: a step of the exchan
 _HUGE_FROM_BYTES = 4 << 20  # two huge pages, of which one may have its place at an end
 
 
-class Known(NamedTuple):
-    """Hold what a target has of a value, as it was some time ago.
+class Signature(NamedTuple):
+    """Hold what a target has of a value, as it was some time ago; rsync's word for checksums of blocks.
 
     Attributes:
         skeleton: how the value was built then; the target's own value is built so.
@@ -62,15 +62,15 @@ class Item(NamedTuple):
         sources: ranks with the value, which is the same on all of them.
         targets: ranks that want it.
         whole: this rank's own value must not be touched before all has arrived.
-        known: what this rank has of it already, if it is a target; blocks are moved that are not so any more.
-            None on all ranks: no target has any.
+        signature: what this rank has of it already, if it is a target; blocks are moved that are not so any
+            more. None on all ranks: no target has any.
     """
 
     value: Any
     sources: Sequence[int]
     targets: Sequence[int]
     whole: bool
-    known: Known | None = None
+    signature: Signature | None = None
 
 
 class Fetched(NamedTuple):
@@ -197,10 +197,10 @@ class _Moved:
         self.sends, self.receives = group.rank() in item.sources, group.rank() in item.targets
         self.lacks = self.numbers if self.receives else []
         # Between hosts a checksum costs less than the block; through memory as much, unless it is known.
-        self.compares = item.known is not None or group.communicator.engine.hosts is not None
+        self.compares = item.signature is not None or group.communicator.engine.hosts is not None
         self._tensors: list[torch.Tensor] = []
-        known = item.known
-        self._known = known.checksums if known and have_same_tensors(known.skeleton, self.skeleton) else {}
+        had = item.signature
+        self._checksums = had.checksums if had and have_same_tensors(had.skeleton, self.skeleton) else {}
 
     def prepare(self, skeleton: Any, tensors: list[torch.Tensor]) -> str | None:
         """Find the memory to send or to receive into; return why there is none, if so."""
@@ -227,7 +227,9 @@ class _Moved:
 
     def own_checksum(self, number: int) -> int | None:
         """Return the checksum of what a target has of a block; None if it has nothing of it."""
-        return self.checksum(number) if self.item.known is None else self._known.get(number - self.numbers[0])
+        if self.item.signature is None:
+            return self.checksum(number)
+        return self._checksums.get(number - self.numbers[0])
 
     def value(self) -> Any:
         """Return what has been received."""

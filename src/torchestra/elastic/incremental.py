@@ -6,8 +6,8 @@ computed their shards, before the reduction, they wait until this has gone.
 
 First come the parameters, with the optimizer's state of each. Between two updates these do not change, and
 the rank that joins makes the step's update of all that it has (units.py says when it can). So none is sent
-twice, and nobody keeps a copy. What else there is comes block by block (prefetched.py), as it is then; so
-does all of a state that an update may change in another way: then a rank makes no updates before it has all.
+twice, and nobody keeps a copy. What else there is comes block by block (prefetch_buffer.py), as it is then; so does
+all of a state that an update may change in another way: then a rank makes no updates before it has all.
 In the end it fetches what has changed of those blocks, and gets shards as the others do.
 
 Every rank knows how much each of these ranks has, so all find the same plan. How much is sent in a step
@@ -36,7 +36,7 @@ from torchestra.elastic.parts import (
     tensor_specs_of,
     unflatten_tensors,
 )
-from torchestra.elastic.prefetched import Prefetched
+from torchestra.elastic.prefetch_buffer import PrefetchBuffer
 from torchestra.elastic.state import State
 from torchestra.elastic.units import Unit
 from torchestra.errors import DistError, named
@@ -135,7 +135,7 @@ class _Arriving(NamedTuple):
     """Hold what this rank receives: how much it is, what takes it, and the works of each block."""
 
     offer: _Offer
-    into: _ArrivingUnits | Prefetched
+    into: _ArrivingUnits | PrefetchBuffer
     blocks: list[tuple[int, int, Receiving, list[Work | None]]]
 
 
@@ -152,7 +152,7 @@ class IncrementalTransfer:
         self._waited_s, self._failures = 0.0, 0
         self._sending: list[Work | None] = []
         self._arriving: _Arriving | None = None
-        self._prefetched: Prefetched | None = None
+        self._prefetched: PrefetchBuffer | None = None
         self._is_ready = False
 
     def reset(self) -> None:
@@ -229,14 +229,14 @@ class IncrementalTransfer:
             blocks.append((number, offers[place].checksums[number], receiving, works))
         self._arriving = _Arriving(first, into, blocks)
 
-    def _into(self, offer: _Offer) -> _ArrivingUnits | Prefetched:
+    def _into(self, offer: _Offer) -> _ArrivingUnits | PrefetchBuffer:
         """Return what takes the blocks that are offered."""
         filled, units = self._state.filled, self._state.units
         assert filled is not None
         if units is not None and filled < len(units.all):
             return _ArrivingUnits(units.all[filled : filled + offer.pieces], offer.skeleton)
         if self._prefetched is None or not have_same_tensors(self._prefetched.skeleton, offer.skeleton):
-            self._prefetched = Prefetched(offer.skeleton, self._state.others())
+            self._prefetched = PrefetchBuffer(offer.skeleton, self._state.others())
         return self._prefetched
 
     @torch.no_grad()

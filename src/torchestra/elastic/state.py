@@ -13,10 +13,10 @@ import torch
 
 from torchestra.collectives.functions import barrier
 from torchestra.elastic.checkpoints import Checkpoints, Writer
-from torchestra.elastic.fetching import Item, Known, fetch, gathered
+from torchestra.elastic.fetching import Item, Signature, fetch, gathered
 from torchestra.elastic.membership import MembershipChange
 from torchestra.elastic.parts import Part, flatten_tensors, part_of
-from torchestra.elastic.prefetched import Prefetched
+from torchestra.elastic.prefetch_buffer import PrefetchBuffer
 from torchestra.elastic.sharded_optimizer import Holders, Move, ShardedOptimizer, assign_holders
 from torchestra.elastic.units import Units
 from torchestra.errors import DistError, InvalidArgumentError, named, shown
@@ -400,7 +400,9 @@ class State:
     def _completed(self, others: dict[str, Any]) -> dict[str, Any]:
         return others if self.units is None else self.units.completed(others, self._values())
 
-    def finish_filling(self, group: ProcessGroup, ready: list[int], prefetched: Prefetched | None) -> None:
+    def finish_filling(
+        self, group: ProcessGroup, ready: list[int], prefetched: PrefetchBuffer | None
+    ) -> None:
         """Have ranks fetch what has changed, and what has not come yet: the package calls it, on all ranks.
 
         Args:
@@ -412,10 +414,10 @@ class State:
             GroupAbortedError: a rank died meanwhile.
         """
         sources = [rank for rank in range(group.size()) if rank not in self.filling]
-        own, known = self.others(), Known({}, {})
+        own, signature = self.others(), Signature({}, {})
         if prefetched is not None and group.rank() in ready:
-            own, known = prefetched.value(), prefetched.known()
-        fetched = fetch(group, [Item(own, sources, ready, whole=False, known=known)])
+            own, signature = prefetched.value(), prefetched.signature()
+        fetched = fetch(group, [Item(own, sources, ready, whole=False, signature=signature)])
         if 0 in fetched.values:
             self._load(self._completed(fetched.values[0]))
             self.filled = None

@@ -1,4 +1,4 @@
-"""How long waits sleep before they let Python look for failures."""
+"""How long waits sleep before they let Python look for failures: an exponential backoff."""
 
 from __future__ import annotations
 

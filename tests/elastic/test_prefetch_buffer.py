@@ -16,7 +16,7 @@ from torchestra.elastic import blocks, fetching, incremental, state
 from torchestra.elastic.blocks import TensorBlocks
 from torchestra.elastic.fetching import Fetched
 from torchestra.elastic.parts import flatten_tensors
-from torchestra.elastic.prefetched import Prefetched
+from torchestra.elastic.prefetch_buffer import PrefetchBuffer
 
 SHARDS, STEPS = 3, 36
 BLOCK_BYTES = 1024
@@ -223,7 +223,7 @@ def test_a_block_that_changes_here_after_it_has_come_is_known_as_it_is() -> None
     sent = {"long": torch.arange(1000.0), "short": torch.arange(10.0), "other": torch.arange(300.0)}
     own = {name: torch.zeros_like(each) for name, each in sent.items()}
     skeleton, tensors = flatten_tensors(sent)
-    theirs, mine = TensorBlocks(tensors), Prefetched(skeleton, own)
+    theirs, mine = TensorBlocks(tensors), PrefetchBuffer(skeleton, own)
     sums = {number: theirs.checksum(block) for number, block in enumerate(mine.blocks)}
     for number, block in enumerate(mine.blocks):
         into = mine.tensor_blocks.to_receive(block)
@@ -232,9 +232,9 @@ def test_a_block_that_changes_here_after_it_has_come_is_known_as_it_is() -> None
         into.finish()
         mine.arrived(number, sums[number] if number else 0)
     came = {number: each for number, each in sums.items() if number}
-    assert mine.known().checksums == came
+    assert mine.signature().checksums == came
     assert mine.value()["short"] is not None
     own["other"].add_(1.0)
-    assert mine.known().checksums != came
+    assert mine.signature().checksums != came
     own["other"].sub_(1.0)
-    assert mine.known().checksums == came
+    assert mine.signature().checksums == came

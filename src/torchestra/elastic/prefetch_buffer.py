@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from torchestra.elastic.blocks import Block, TensorBlocks, blocks_of
-from torchestra.elastic.fetching import Known, new_tensor
+from torchestra.elastic.fetching import Signature, new_tensor
 from torchestra.elastic.parts import flatten_tensors, paths_of, tensor_specs_of, unflatten_tensors
 
 
-class Prefetched:
+class PrefetchBuffer:
     """Hold what this rank has got of a value whose blocks come one after the other, while it may change.
 
     Own tensors are received into where they fit, new ones elsewhere. An own tensor may change afterwards
@@ -59,14 +59,14 @@ class Prefetched:
         """Return the value; this rank's own where it has other tensors, which is for fetch() to refuse."""
         return unflatten_tensors(self.skeleton, self._tensors) if self._fits else self._own
 
-    def known(self) -> Known:
+    def signature(self) -> Signature:
         """Return the checksums of the blocks that have come, as they are now."""
         changed = {
             number
             for number, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True))
             if tensor._version != version
         }
-        return Known(
+        return Signature(
             self.skeleton,
             {
                 number: self.tensor_blocks.checksum(self.blocks[number])
