@@ -6,9 +6,9 @@ computed their shards, before the reduction, they wait until this has gone.
 
 First come the parameters, with the optimizer's state of each. Between two updates these do not change, and
 the rank that joins makes the step's update of all that it has (units.py says when it can). So none is sent
-twice, and nobody keeps a copy. What else there is comes block by block (prefetch_buffer.py), as it is then; so does
-all of a state that an update may change in another way: then a rank makes no updates before it has all.
-In the end it fetches what has changed of those blocks, and gets shards as the others do.
+twice, and nobody keeps a copy. What else there is comes block by block (prefetch_buffer.py), as it is then;
+so does all of a state that an update may change in another way: then a rank makes no updates before it has
+all. In the end it fetches what has changed of those blocks, and gets shards as the others do.
 
 Every rank knows how much each of these ranks has, so all find the same plan. How much is sent in a step
 follows from how long those that sent the last had to wait. A rank that dies changes nothing of this: what has
