@@ -147,10 +147,9 @@ class Nodes:
         self._port_for_torch = str(members[0]["port"])
         ranks = counts if least is not None else None
         self._store.set_timeout(_LAST_WORDS_SECONDS)
-        self._thread = threading.Thread(
-            target=self._listen, args=(ranks,), name="torchestra-nodes", daemon=True
-        )
-        self._thread.start()
+        for target, arguments in ((self._send_heartbeats, ()), (self._listen, (ranks,))):
+            name = "torchestra-nodes"
+            threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
 
     def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
         """Return the entries of the launchers, by node, once all have registered."""
@@ -406,8 +405,27 @@ class Nodes:
             if failure.node != self.node:
                 self.other = failure
 
+    @property
+    def _pause(self) -> float:
+        return _LISTEN_SECONDS if self._least is None else min(_LISTEN_SECONDS, heartbeat_bound() / 4)
+
+    def _send_heartbeats(self) -> None:
+        """Say again and again that this launcher lives; who waits for the others is told by :meth:`_listen`.
+
+        It has a thread of its own: what the other asks the store are some ten requests, one after another.
+        Over a slow network these would last as long as a launcher may be silent.
+        """
+        store = self._store.clone()
+        store.set_timeout(_SILENT_SECONDS)
+        count = 0
+        while not self._closed.is_set():
+            count += 1
+            with contextlib.suppress(DistError, OSError):
+                store.set(f"heartbeat/{self._name}", f"{count} {self.members}")
+            self._closed.wait(self._pause)
+
     def _listen(self, ranks: list[int] | None = None) -> None:
-        """Send heartbeats, and wait for the failure of another node.
+        """Wait for the failure of another node.
 
         Args:
             ranks: of an elastic job, how many each node has.
@@ -415,16 +433,15 @@ class Nodes:
         store = self._store.clone()
         node_ranks = None if ranks is None else NodeRanks(store, ranks, self._name)
         store.set_timeout(_SILENT_SECONDS)
-        pause = _LISTEN_SECONDS if node_ranks is None else min(_LISTEN_SECONDS, heartbeat_bound() / 4)
-        count, timed_out, lost = 0, False, False
+        timed_out, lost = False, False
         while not self._closed.is_set():
             try:
-                count += 1
-                store.set(f"heartbeat/{self._name}", f"{count} {self.members}")
+                if store.check(["ended"]):  # a store that has not answered this for long is lost
+                    self.when_ending()
                 if node_ranks is not None and self._is_over(node_ranks, store):
                     return
                 self._look_after_replicas()
-                store.wait(["failed"], pause)
+                store.wait(["failed"], self._pause)
                 node, code, why = read_failure(store.get("failed"))
             except StoreTimeoutError:
                 timed_out = False
@@ -450,8 +467,6 @@ class Nodes:
     def _is_over(self, node_ranks: NodeRanks, store: Store) -> bool:
         """Look after an elastic job; return whether this node's ranks are to end."""
         assert self.node_rank is not None
-        if store.check(["ended"]):
-            self.when_ending()
         if not node_ranks.is_mine(self.node_rank):
             why = "it was silent for long, and another launcher has taken its place"
             self.other = NodeFailure(self.node_rank, 1, why)
