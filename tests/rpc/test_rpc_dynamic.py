@@ -362,6 +362,11 @@ def be_removed() -> None:
     else:
         with pytest.raises(RpcError, match=r"'worker1' was removed from its group \(died \(or so it"):
             call_for_long("worker1")
+        with pytest.raises(RpcError, match=r"'worker1' was removed from its group"):
+            rpc.get_worker_infos()
+        current_agent().workers.mark_gone(0)  # as where that was read together with the removal
+        with pytest.raises(RpcError, match=r"'worker1' was removed from its group"):
+            rpc.rpc_async("worker0", echo, (1,))
         rpc.shutdown(graceful=False)
 
 

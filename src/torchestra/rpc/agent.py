@@ -126,17 +126,26 @@ class Agent:
 
         Raises:
             WorkerFailedError: it has been one, and is gone.
-            RpcError: there is none.
+            RpcError: there is none, or this worker is itself none any more.
         """
         if (number := self.workers.number_of(to)) is not None:
             return number
+        if self.closed:
+            raise self._closed_error()
         if (former := self.workers.former_number_of(to)) is not None:
             raise self.liveness.failure_of(former, "and no other has come in its place")
         raise self.workers.nobody(to)
 
     def current_workers(self) -> list[WorkerInfo]:
-        """Return those that are workers now, by number; where they join and leave, without the lost ones."""
-        gone = () if self.router.members is None else self.liveness.gone
+        """Return those that are workers now, by number; where they join and leave, without the lost ones.
+
+        Raises:
+            RpcError: this worker was removed from its group, of which it hears no more.
+        """
+        joins = self.router.members is not None
+        if joins and self.closed:
+            raise self._closed_error()
+        gone = self.liveness.gone if joins else ()
         return [self.workers[number] for number in self.workers.current() if number not in gone]
 
     @property

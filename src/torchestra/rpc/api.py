@@ -119,7 +119,11 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """Return all workers, this one included; where workers join and leave, those that are there now."""
+    """Return all workers, this one included; where workers join and leave, those that are there now.
+
+    Raises:
+        RpcError: this worker was removed from its group, since the others took it for dead.
+    """
     return current_agent().current_workers()
 
 
