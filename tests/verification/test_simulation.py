@@ -9,7 +9,17 @@ import pytest
 
 from torchestra.engine.kernels import shared_words
 from verification.simulation import __main__ as command
-from verification.simulation import groups, growing, launching, launching_mutations, messages, rpc, subjects
+from verification.simulation import (
+    groups,
+    growing,
+    launching,
+    launching_mutations,
+    messages,
+    odd,
+    odd_mutations,
+    rpc,
+    subjects,
+)
 from verification.simulation.faults import Fault
 from verification.simulation.groups import GroupsWorld
 from verification.simulation.growing import GrowingWorld
@@ -24,6 +34,7 @@ _REPLAYED = (
     (MessagesWorld, messages.plan(1)),
     (RpcWorld, rpc.plan(42)),
     (LaunchingWorld, launching.plan(4)),
+    (odd.world, odd.plan(14)),
 )
 
 
@@ -37,10 +48,13 @@ def test_a_broken_protocol_is_found_out(name: str) -> None:
         assert mutation.is_found()
 
 
-@pytest.mark.parametrize("name", launching_mutations.MUTATIONS)
-def test_broken_launchers_are_found_out(name: str) -> None:
-    """The last is a defect that there was."""
-    mutation = launching_mutations.MUTATIONS[name]
+_WITH_AIMED_RUNS = launching_mutations.MUTATIONS | odd_mutations.MUTATIONS
+
+
+@pytest.mark.parametrize("name", _WITH_AIMED_RUNS)
+def test_what_is_broken_is_found_out_by_aimed_runs(name: str) -> None:
+    """The last of launchers, and those of odd networks, are defects that there were."""
+    mutation = _WITH_AIMED_RUNS[name]
     with worlds():
         assert mutation.failure(0) == ""
         assert mutation.is_found()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 KINDS = ("crash", "stop", "power", "cut", "deaf", "reset", "slow", "clock")
+ODD = ("sleep", "flap")
 _SHORT, _LONG = (0.05, 0.25), (1.5, 2.5)
 
 
@@ -22,7 +23,8 @@ class Fault(NamedTuple):
         at: when, in seconds.
         kind: one of :data:`KINDS`: a process crashes, is stopped; a machine loses its power; two machines are
             cut off from each other, in both directions or in one; connections are reset; the network is slow;
-            the wall clock is set.
+            the wall clock is set. Or one of :data:`ODD`: a machine sleeps, as a paused virtual machine does,
+            whose clock has jumped when it goes on; a link goes down and up again several times.
         rank: the process concerned.
         host, other: the machines concerned; ``other`` -1 means all others.
         lasts: for how long.
@@ -38,7 +40,7 @@ class Fault(NamedTuple):
     @property
     def ends(self) -> float:
         """Return when all is as before, including what TCP sends again later."""
-        return self.at + self.lasts * (2 if self.kind in ("cut", "deaf") else 1)
+        return self.at + self.lasts * (2 if self.kind in ("cut", "deaf", *ODD) else 1)
 
 
 def drawn(
@@ -66,6 +68,19 @@ def drawn(
             kind = "reset"  # the store's machine stays
         faults.append(Fault(choices.uniform(0.0, until_s), kind, rank, host, other, lasts))
     return sorted(faults)
+
+
+def odd(choices: random.Random, machines: int, bound_s: float, until_s: float) -> list[Fault]:
+    """Draw up to two faults of the kinds in :data:`ODD`; the arguments are those of :func:`drawn`."""
+    faults = []
+    for _ in range(choices.choice((0, 1, 1, 2))):
+        kind, host = choices.choice(ODD), choices.randrange(machines)
+        others = [-1, *(each for each in range(machines) if each != host)]
+        other = -1 if kind == "sleep" else choices.choice(others)
+        least, most = choices.choice((_SHORT, _LONG))
+        lasts = bound_s * choices.uniform(least, most)
+        faults.append(Fault(choices.uniform(0.0, until_s), kind, 0, host, other, lasts))
+    return faults
 
 
 def fewer(faults: Sequence[Fault]) -> list[list[Fault]]:

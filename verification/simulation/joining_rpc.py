@@ -6,6 +6,7 @@ of them. Checked is what rpc.py names of calls, and besides:
 * of the workers that have one name at most one is a member, and a name whose worker is well is refused;
 * who wants the name of a worker that is gone gets it, if nothing else lasts long;
 * when `init_rpc` returns, all that were workers before, and still are, know the new one;
+* a worker that was removed, though it lives, is told so when it asks who is there;
 * every wait ends.
 """
 
@@ -111,6 +112,8 @@ class JoiningWorld(RpcWorld):
                 there = rpc.get_worker_infos()
             except RpcError:
                 return  # it was removed
+            if self.agents[rank].closed:
+                self.run.fail(f"rank {rank} was removed, and is told that {there} are there")
             to = choices.choice(sorted(info.name for info in there))
             token = self.new_call(rank, -1, f"execute on {to}")
             try:

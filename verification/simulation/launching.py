@@ -318,7 +318,7 @@ class LaunchingWorld(World):
             self.run.fail(f"{failed} ranks failed, {most} may, and the launchers' exit codes are {codes}")
         network = any(fault.kind not in ("death", "error", "clock") for fault in self.plan.faults)
         culprits = {death.rank for death in self.programs.deaths if death.has_failed}
-        if network or self.plan.quality.bursts:
+        if network or self.plan.quality.bursts or self.plan.quality.paths:
             return
         for number, outcome in self.outcomes.items():
             if outcome.blamed is not None and not culprits & {*outcome.blamed}:

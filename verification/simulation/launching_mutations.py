@@ -20,13 +20,13 @@ from verification.simulation.faults import Fault
 from verification.simulation.launching import LaunchingWorld, Terms
 from verification.simulation.network import Quality
 from verification.simulation.scheduler import SimulationError
-from verification.simulation.world import Plan
+from verification.simulation.world import Plan, World
 
 _TRIED = 20
 
 
 class Mutation(NamedTuple):
-    """One way to break launchers.
+    """One way to break launchers, or others.
 
     Attributes:
         owner, method, replacement: what is replaced, by what.
@@ -37,7 +37,7 @@ class Mutation(NamedTuple):
     owner: type | ModuleType
     method: str
     replacement: object
-    plan: Callable[[int], LaunchingWorld]
+    plan: Callable[[int], World]
     says: str
 
     def failure(self, seed: int) -> str:

@@ -27,12 +27,15 @@ class Quality(NamedTuple):
         delay: the usual way from one machine to another.
         jitter: how much longer some bytes take, each time up to so much.
         burst, bursts: how long some bytes are late, and how likely each time.
+        paths: by how much the way of some connections is longer than that of others between two machines,
+            each direction for itself: so what is sent over one is overtaken again and again.
     """
 
     delay: float = 0.0002
     jitter: float = 0.0001
     burst: float = 0.3
     bursts: float = 0.0
+    paths: float = 0.0
 
 
 class Source:
@@ -155,13 +158,16 @@ class Flow:
         self._last = 0.0
         self._is_timed = False
         self.is_cut = False
+        paths = network.quality.paths if sender != receiver else 0.0
+        self._detour = paths * network.choices.random() if paths else 0.0
 
     def put(self, action: Callable[[], None]) -> None:
         """Have something happen at the other end."""
         if self.is_cut:
             return
         network = self._network
-        self._last = max(self._last, network.run.now + network.delay(self._sender, self._receiver))
+        seconds = self._detour + network.delay(self._sender, self._receiver)
+        self._last = max(self._last, network.run.now + seconds)
         self._queue.append((self._last, action))
         self._time()
 
@@ -175,7 +181,7 @@ class Flow:
     def end(self, action: Callable[[], None]) -> None:
         """Have the other end learn that nothing more comes, right after all else."""
         network = self._network
-        self._last = max(self._last, network.run.now + network.quality.delay)
+        self._last = max(self._last, network.run.now + self._detour + network.quality.delay)
         self._queue.append((self._last, action))
         self.is_cut = True
         self._time()

@@ -22,6 +22,7 @@ from verification.simulation import (
     joining_rpc,
     launching,
     messages,
+    odd,
     product,
     replicas,
     rpc,
@@ -151,5 +152,6 @@ SUBJECTS: dict[str, Callable[[Sequence[int]], Failure | None]] = {
     "rpc": partial(_check_worlds, rpc.plan, rpc.RpcWorld),
     "joining": partial(_check_worlds, joining_rpc.plan, joining_rpc.JoiningWorld),
     "autograd": partial(_check_worlds, rpc.plan, autograd.AutogradWorld),
+    "odd": partial(_check_worlds, odd.plan, odd.world),
 }
 """What runs seeds, by the name of what is simulated."""

@@ -18,6 +18,7 @@ from verification.simulation.threads import SimulatedThread, SimulatedTime
 PORT = 29500
 _SLOW_SECONDS = 0.05
 _SHOWN_LINES = 2  # of what is logged
+_FLAPS = 4
 
 
 class Plan:
@@ -145,6 +146,12 @@ class World:
         elif fault.kind in ("cut", "deaf"):
             network.cut(self._pairs(fault))
             run.call_later(fault.lasts, network.heal)
+        elif fault.kind == "sleep":
+            self._sleep(fault)
+        elif fault.kind == "flap":
+            for number in range(_FLAPS):
+                run.call_later(fault.lasts * number / _FLAPS, partial(network.cut, self._pairs(fault)))
+                run.call_later(fault.lasts * (number + 0.5) / _FLAPS, network.heal)
         elif fault.kind == "reset":
             for one, other in self._pairs(fault):
                 if one < other:
@@ -157,6 +164,15 @@ class World:
             for process in (*self.ranks, self.server):
                 if process.host == fault.host:
                     process.steps += self.choices.uniform(-3600.0, 3600.0)
+
+    def _sleep(self, fault: Fault) -> None:
+        """Stop a machine's processes and its part of the network for some time; its clock goes on."""
+        self.network.cut(self._pairs(fault))
+        self.run.call_later(fault.lasts, self.network.heal)
+        for process in (*self.ranks, self.server):
+            if process.host == fault.host:
+                self.run.stop(process)
+                self.run.call_later(fault.lasts, partial(self.run.go_on, process))
 
     def disturbed(self, rank: int, least_s: float) -> bool:
         """Return whether a rank's machine was out of reach, or a process of it stopped, for so long.
@@ -178,7 +194,9 @@ class World:
     def _concerns(self, fault: Fault, host: int) -> bool:
         if fault.kind == "stop":
             return self.plan.hosts[fault.rank] == host
-        if fault.kind in ("cut", "deaf"):
+        if fault.kind == "sleep":
+            return fault.host in (host, self.server_machine)
+        if fault.kind in ("cut", "deaf", "flap"):
             return host in (fault.host, fault.other) or fault.other < 0
         return False
 
