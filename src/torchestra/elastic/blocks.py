@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from torchestra.elastic.parts import TensorSpec
+from torchestra.engine.device.views import raw
 from torchestra.engine.kernels.checksum import copy_summed, stream_summed, summed
 
 BLOCK_BYTES = 1 << 20
@@ -53,11 +54,6 @@ def bytes_of(block: Block) -> int:
     return sum(piece.stop - piece.start for piece in block)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as bytes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 class TensorBlocks:
     """Give access to the blocks of tensors.
 
@@ -66,7 +62,7 @@ class TensorBlocks:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._bytes = [as_bytes(tensor) for tensor in tensors]
+        self._bytes = [raw(tensor) for tensor in tensors]
 
     def _pieces(self, block: Block) -> Iterator[torch.Tensor]:
         for piece in block:

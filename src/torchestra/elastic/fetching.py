@@ -218,11 +218,9 @@ class _Moved:
         return refusal
 
     def block(self, number: int) -> Block:
-        """Return a block by its number."""
         return self._blocks[number]
 
     def checksum(self, number: int) -> int:
-        """Return the checksum of a block as it is."""
         return self.tensor_blocks.checksum(self.block(number))
 
     def own_checksum(self, number: int) -> int | None:
@@ -339,11 +337,11 @@ class _Exchange:
         sums: dict[int, int] = {}
         unverified: dict[int, int] = {}
         for number, works in sending:
-            _wait(works)
+            wait_for(works)
             if number not in sums:  # what was just sent is still in the processor's cache
                 sums[number] = self._of_block[number].checksum(number)
         for number, into, works in receiving:
-            _wait(works)
+            wait_for(works)
             into.finish()
             unverified[number] = self._of_block[number].checksum(number)
         return _Round([*came, *unverified], bad, unverified, sums)
@@ -418,7 +416,8 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
     return tensor
 
 
-def _wait(works: list[Work | None]) -> None:
+def wait_for(works: list[Work | None]) -> None:
+    """Wait for messages; on a rank that is not in the group, none has been begun."""
     for work in works:
         if work is not None:
             work.wait()

@@ -28,7 +28,7 @@ import torch
 from torchestra.collectives.functions import irecv, isend
 from torchestra.communicator.work import Work
 from torchestra.elastic.blocks import Receiving, TensorBlocks, blocks_of, bytes_of
-from torchestra.elastic.fetching import gathered, new_tensor
+from torchestra.elastic.fetching import gathered, new_tensor, wait_for
 from torchestra.elastic.parts import (
     flatten_tensors,
     have_same_tensors,
@@ -118,7 +118,6 @@ class _ArrivingUnits:
         self._is_whole = True
 
     def arrived(self, number: int, checksum: int) -> None:
-        """Note that a block has come."""
         self._is_whole = self._is_whole and self.tensor_blocks.checksum(self.blocks[number]) == checksum
 
     def take_over(self) -> bool:
@@ -244,7 +243,7 @@ class IncrementalTransfer:
         """Wait until all has gone, or has come; what has come is taken over."""
         began, sending, arriving = time.perf_counter(), self._sending, self._arriving
         self._sending, self._arriving = [], None
-        _wait(sending)
+        wait_for(sending)
         if sending:
             self._waited_s += time.perf_counter() - began
         if arriving is not None:
@@ -252,7 +251,7 @@ class IncrementalTransfer:
 
     def _take_over(self, arriving: _Arriving) -> None:
         for number, checksum, receiving, works in arriving.blocks:
-            _wait(works)
+            wait_for(works)
             receiving.finish()
             arriving.into.arrived(number, checksum)
         if not arriving.into.take_over():
@@ -307,9 +306,3 @@ class IncrementalTransfer:
         if self._state.units is not None and self._state.filled is not None:
             for unit in self._state.units.all[self._state.filled :]:
                 unit.parameter.grad = None
-
-
-def _wait(works: list[Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()

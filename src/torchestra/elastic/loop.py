@@ -109,7 +109,6 @@ class _Loop:
 
     @property
     def group(self) -> ProcessGroup:
-        """Return the present group."""
         return self._members.group
 
     def run(self) -> Iterator[Shard]:

@@ -47,7 +47,6 @@ def part_of_state(
 
 
 def _indices(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:
-    """Return the index of each parameter."""
     every = [parameter for group in groups for parameter in group["params"]]
     return {parameter: index for index, parameter in enumerate(every)}
 

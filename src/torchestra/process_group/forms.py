@@ -218,7 +218,6 @@ class Call:
         return lists.as_lists(*self.value(position))
 
     def root(self) -> int:
-        """Return the root."""
         return lists.check_root(self.options.rootRank, self.communicator.size, self.name)
 
     def run(self, output: Any = None, input: Any = None, root: int | None = None) -> Work | None:  # noqa: A002

@@ -30,7 +30,6 @@ class CallCounts:
         self._lock = threading.Lock()
 
     def note(self, caller: int, function: object, nanoseconds: int) -> None:
-        """Count a call."""
         key = caller, getattr(function, "__qualname__", None) or name_of(function)
         with self._lock:
             counts = self._counts.get(key) or self._new(key)

@@ -326,14 +326,12 @@ class RRefContext:
     # -- what other workers ask for
 
     def list_fork(self, rref_id: GlobalId, fork_id: GlobalId, holder: int) -> None:
-        """List a fork."""
         with self._lock:
             if rref_id in self._freed_by_loss:
                 raise self._freed()
             self._owner_rref(rref_id).forks[fork_id] = holder
 
     def remove_fork(self, rref_id: GlobalId, fork_id: GlobalId) -> None:
-        """Remove a fork."""
         with self._lock:
             owned = self._owners.get(rref_id)
             if owned is not None and owned.forks.pop(fork_id, None) is not None:

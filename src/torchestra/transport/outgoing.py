@@ -45,7 +45,6 @@ class OutgoingMessage:
         return self.size <= FRONT_BYTES and (self._text is not None or len(self._parts) == 1)
 
     def frames(self) -> Iterator[bytes | memoryview]:
-        """Return its frames."""
         if self._text is not None:
             return text_frames(self._kind, self._tag, self._text, self.sequence)
         return frames(self._kind, self._tag, self._parts, self._keep, self.sequence)

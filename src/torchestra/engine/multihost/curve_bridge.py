@@ -64,7 +64,6 @@ class _Transfer:
         return True
 
     def fail(self, why: str) -> None:
-        """Make it end with an error."""
         if self.left and not self._error:
             self._error = why
             self._under_way.release()

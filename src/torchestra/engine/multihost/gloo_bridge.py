@@ -174,7 +174,6 @@ class _Ends:
             pass
 
     def begin(self, receives: PeerTensors, sends: PeerTensors) -> list[Any]:
-        """Begin to receive and to send."""
         works = [self.group.recv([tensor], end, _TAG) for end, tensor in receives]
         return works + [self.group.send([tensor], end, _TAG) for end, tensor in sends]
 
@@ -254,7 +253,6 @@ class GlooBridge(Bridge):
 
 
 def _serve(transfers: queue.SimpleQueue[_Transfer | None], waiter: WorksWaiter) -> None:
-    """Run a bridge's thread."""
     while (transfer := transfers.get()) is not None:
         transfer.run(waiter)
         del transfer

@@ -294,7 +294,6 @@ class _Discovery:
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
-    """Write into a segment's memory."""
     try:
         os.pwrite(descriptor, data, offset)
     except OSError as error:

@@ -209,7 +209,6 @@ class _StoreEpochEntry(Generic[E]):
                 entry.abandon()
 
     def conclude(self) -> E:
-        """Return what this rank has entered."""
         if self._entry is None or self._entry.entered is None:
             raise self._registers.forged_error()
         return self._entry.entered

@@ -157,7 +157,6 @@ def _group_name(arena: Readable) -> str:
 
 
 def _why_aborted(arena: Readable) -> str | None:
-    """Return why the group was aborted, or None."""
     if arena.load_word(at.HEADER_ABORT) == 0:
         return None
     length = min(max(0, arena.load_word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)

@@ -158,7 +158,6 @@ class RankActor:
         return batch if self._standby is None else replace(batch, replicas=self._standby.store.addresses)
 
     def signal(self, signum: int, final: bool) -> None:
-        """Signal the rank."""
         if self._held is not None:
             self._held.signal(signal.Signals(signum), final)
 

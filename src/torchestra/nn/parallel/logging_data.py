@@ -53,7 +53,6 @@ class Logger:
         self.set("backend_name", group.known_as)
 
     def set(self, name: str, value: LoggingValue) -> None:
-        """Set a field."""
         self._fields[name] = value
 
     def set_construction_data(self, parameters: Sequence[torch.Tensor], **fields: LoggingValue) -> None:
