@@ -56,6 +56,10 @@ def output(served: bool, *command: str, **variables: str) -> str:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's workers give way to all other processes by default (niceness 15): on a busy machine they start
+        # for longer than Ray waits.
+        "RAY_worker_niceness": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
         "TOKENIZERS_PARALLELISM": "false",
         **variables,
     }
