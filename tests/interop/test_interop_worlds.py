@@ -210,6 +210,22 @@ def test_where_the_ranks_are_is_not_looked_for_over_a_store_of_one_host(
     assert is_looked_for(AdoptedStore(dist.FileStore(tmp_path / "ours too", 1)))
 
 
+@pytest.mark.parametrize("prefixes", [(), ("a",), ("a", "b/", "c"), ("",), ("", "a")])
+def test_a_store_of_ours_within_torchs_is_used_itself(prefixes: tuple[str, ...]) -> None:
+    """Torch's would be polled. The keys are those that torch's prefix stores would use."""
+    ours = dist.HashStore()
+    torchs: Any = AdoptedStore(ours)
+    for prefix in prefixes:
+        torchs = c10d.PrefixStore(prefix, torchs)
+    joined = joined_store(torchs)
+    assert isinstance(joined, (dist.PrefixStore, dist.HashStore))
+    torchs.set("from torch", "1")
+    joined.set("from us", "2")
+    assert joined.get("from torch") == b"1"
+    assert torchs.get("from us") == b"2"
+    assert ours.num_keys() == 2
+
+
 def test_ranks_that_are_threads_are_refused() -> None:
     worlds.run("threads", 2, be_refused)
 

@@ -19,6 +19,7 @@ from forking import Child
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import FileStore, sharedfile
 from torchestra.store.filelog import MAGIC, Kind, encode
+from torchestra.system import file_changes
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,49 @@ def test_a_get_in_one_process_waits_for_the_set_in_another(path: Path) -> None:
     child = Child(lambda: FileStore(path).get("question"))
     store.set("question", "answer")
     assert child.result() == b"answer"
+
+
+def test_a_wait_ends_with_the_change_and_not_with_the_next_look(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a change it would look again after a minute, and its time-out has passed by then."""
+    if not sees_changes(path):
+        pytest.skip("the system tells of no changes here: no inotify, or no more for this user")
+    for name in ("_SEEING_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(sharedfile, name, 60.0)
+    child = Child(lambda: FileStore(path).await_values(["question"], 30.0))
+    store = FileStore(path)
+    for number in range(5):
+        store.set(f"something else {number}", "")
+    store.set("question", "answer")
+    assert child.result() == [b"answer"]
+
+
+def test_a_wait_looks_by_itself_where_changes_are_not_seen(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system tells nobody what other hosts change."""
+    monkeypatch.setattr(file_changes, "_watch", lambda path: None)
+    assert not sees_changes(path)
+    child = Child(lambda: FileStore(path).get("question"))
+    FileStore(path).set("question", "answer")
+    assert child.result() == b"answer"
+
+
+def sees_changes(path: Path) -> bool:
+    path.touch(0o600)
+    with file_changes.FileChanges(str(path)) as changes:
+        return changes.are_seen
+
+
+def test_what_others_write_does_not_wake_a_wait_each_time(path: Path) -> None:
+    """Else n ranks that meet would look n times n times."""
+    store = FileStore(path)
+    looks = 0
+    for _ in store._file.changes(0.3):
+        looks += 1
+        store.set("something else", "")
+    assert 2 < looks < 60, f"{looks} looks in 0.3 s, each after a change"
 
 
 def test_a_forked_child_may_go_on_with_its_parents_store(path: Path) -> None:

@@ -17,7 +17,6 @@ from torchestra.store.base import (
     check_pairs,
     encode_value,
     missing_keys_error,
-    pauses,
 )
 from torchestra.store.filelog import LONGEST, Kind
 from torchestra.store.sharedfile import SharedFile
@@ -30,7 +29,8 @@ class FileStore(Store):
 
     Each change is a record at the end of the file, written under a lock (``flock``); each user replays
     what is new. If a process is killed while it writes, the next writer cuts off its incomplete
-    record. Waiting polls the file every 1 to 50 ms, so waiting ``queue_pop`` callers are served in no
+    record. A wait wakes up when the file changes (inotify), and looks every 10 to 50 ms besides, as
+    the system does not see what other hosts change. So waiting ``queue_pop`` callers are served in no
     particular order.
 
     With a ``world_size``, the file is deleted when that many users have joined and the last has left
@@ -80,10 +80,13 @@ class FileStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.await_values(keys)
+
+    def await_values(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         keys = check_keys(keys)
-        timeout_s = self._seconds(None)
+        timeout_s = self._seconds(timeout)
         missing = keys
-        for _ in pauses(timeout_s):
+        for _ in self._file.changes(timeout_s):
             with self._file.reading() as table:
                 missing = table.missing_values(keys)
                 if not missing:
@@ -94,7 +97,7 @@ class FileStore(Store):
         keys = check_keys(keys)
         timeout_s = self._seconds(timeout)
         missing = keys
-        for _ in pauses(timeout_s):
+        for _ in self._file.changes(timeout_s):
             with self._file.reading() as table:
                 missing = table.missing(keys)
                 if not missing:
@@ -151,7 +154,7 @@ class FileStore(Store):
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         check_key(key)
         timeout_s = self._seconds(None) if block else 0.0
-        for _ in pauses(timeout_s):
+        for _ in self._file.changes(timeout_s):
             if self.queue_len(key) == 0:
                 continue
             with self._file.writing() as write:

@@ -18,6 +18,7 @@ import fcntl
 import os
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -26,8 +27,15 @@ from torchestra.store.filelog import HEADER_SIZE, MAGIC, DamagedLogError, Kind, 
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.table import Table
 from torchestra.system.deadline import Deadline
+from torchestra.system.file_changes import FileChanges
 
 _LOCK_SECONDS = 60.0
+# Between two looks at the file while no change is seen: the first pause, that where changes can be seen,
+# the longest.
+_PAUSE_S, _SEEING_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.01, 0.05
+# From a change to the next look, if the look after the change before was in vain.
+_VAIN_S, _LONGEST_VAIN_S = 0.0001, 0.01
+_GROWTH = 1.5
 _CLOSE_SECONDS = 2.0
 
 Change = tuple[Kind, str, bytes]
@@ -114,6 +122,27 @@ class SharedFile:
                     raise self._deleted()
                 self._replay(descriptor, writing=True)
                 yield Writer(self, descriptor)
+
+    def changes(self, timeout_s: float) -> Iterator[None]:
+        """Yield at once, after each change of the file, now and then, and a last time after ``timeout_s``.
+
+        After changes that did not end the caller's wait it pauses longer and longer, up to 10 ms: else each
+        rank would look at the file as often as all of them write.
+        """
+        yield
+        if timeout_s <= 0:
+            return
+        deadline = Deadline(timeout_s)
+        with FileChanges(self.path) as changes:
+            pause_s, vain_s = _SEEING_PAUSE_S if changes.are_seen else _PAUSE_S, _VAIN_S
+            while not deadline.expired():
+                yield
+                if changes.wait(min(pause_s, deadline.remaining())):
+                    time.sleep(min(vain_s, deadline.remaining()))
+                    vain_s = min(vain_s * _GROWTH, _LONGEST_VAIN_S)
+                else:
+                    pause_s = min(pause_s * _GROWTH, _LONGEST_PAUSE_S)
+        yield
 
     def append(self, descriptor: int, changes: Sequence[Change]) -> None:
         """Append records and apply them. Call this only under the exclusive lock, after a replay."""

@@ -34,7 +34,7 @@ from torchestra.interop.rank_world import load_world
 from torchestra.testing.item_runner import ItemRequest, run_item
 from torchestra.testing.stacks import dump_on_signal
 
-_THREADS_S = 0.2
+_THREADS_S = 1.0  # even on a busy machine
 _PR_SET_PDEATHSIG = 1
 
 

@@ -8,32 +8,29 @@ from torch._C import _distributed_c10d as torch_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from torchestra.arguments.options import GroupOptions
-from torchestra.engine.multihost.host_discovery import may_span_hosts
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.torch_store import AdoptedStore
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.reconfigurable import reconfigurable_group
+from torchestra.store import Store
 from torchestra.store.secret import job_secret
 from torchestra.store.torch_agent import TorchStore
 from torchestra.types import timeout_seconds
 
 
-def joined_store(store: Any) -> TorchStore:
-    """Return torch's store as one of ours, on which ranks prove that they know the job's secret."""
-    return TorchStore(store, proves=job_secret(None), within_host=_is_within_host(store))
+def joined_store(store: Any) -> Store:
+    """Return torch's store as one of ours; if it holds one of ours, that one, under the same prefixes.
 
-
-def _is_within_host(store: Any) -> bool:
-    """Return whether only ranks of this host can use a store of torch.distributed; the same on all of them.
-
-    Torch's files may be shared between hosts, and ranks that meet over them find out where they are.
+    On torch's own stores ranks prove that they know the job's secret. Of these only a HashStore is within
+    one host for certain: torch's files may be shared between hosts, whose ranks find out where they are.
     """
-    while isinstance(store, torch_c10d.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, AdoptedStore):
-        return not may_span_hosts(store.adopted, 2)
-    return isinstance(store, torch_c10d.HashStore)
+    inner = store
+    while isinstance(inner, torch_c10d.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, AdoptedStore):
+        return inner.part_within(store)
+    return TorchStore(store, proves=job_secret(None), within_host=isinstance(inner, torch_c10d.HashStore))
 
 
 def rendezvous(options: Any) -> ProcessGroup:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from torchestra.store import Store
+from torchestra.store import PrefixStore, Store
 
 _Base: Any = c10d.Store
+_PROBE = "probe"
 
 # C++ refers only to its half of a store, and calls methods of the Python half, which must outlive it. Prefix
 # stores of groups may keep it as long as the process lives, so each adopted world leaves one here.
@@ -30,8 +32,23 @@ class AdoptedStore(_Base):  # type: ignore[misc]
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.adopted = self._store = store
+        self._asked = threading.local()
         super().set_timeout(store.timeout)
         _alive.append(self)
+
+    def part_within(self, outer: Any) -> Store:
+        """Return the adopted store as ``outer``, a chain of torch's prefix stores around this one, shows it.
+
+        Torch's do not tell their prefixes. So ``outer`` is asked for a key, and this store sees what comes.
+        """
+        asked: list[str] = []
+        self._asked.keys = asked
+        try:
+            outer.check([_PROBE])
+        finally:
+            del self._asked.keys
+        before = asked[0].removesuffix(_PROBE)
+        return PrefixStore(before.removesuffix("/"), self.adopted) if before else self.adopted
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value under a key."""
@@ -55,6 +72,9 @@ class AdoptedStore(_Base):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
+        if hasattr(self._asked, "keys"):
+            self._asked.keys += keys
+            return False
         return self._store.check(list(keys))
 
     def delete_key(self, key: str) -> bool:

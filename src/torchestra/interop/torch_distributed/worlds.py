@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d
 from torchestra.errors import NotReadyError
 from torchestra.interop import switch
 from torchestra.interop.torch_distributed.torch_store import AdoptedStore
-from torchestra.store import FileStore
+from torchestra.store import FileStore, HashStore
 
 _torch: Any = distributed  # whose annotations leave out some names
 _c10d: Any = _distributed_c10d
@@ -89,7 +89,7 @@ def store_environment(port: int, name: str) -> dict[str, str]:
 
 def shared_store() -> Any:
     """Return a new store for ranks that are threads of this process."""
-    return _torch.HashStore()
+    return AdoptedStore(HashStore())  # a rank that waits in torch's holds the others up
 
 
 @contextlib.contextmanager
