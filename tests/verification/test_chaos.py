@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import signal
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tools.chaos import plan, rounds
 from tools.chaos.faults import FAULTS
 from tools.chaos.invariants import Verdict, judge
+from tools.chaos.report import Report
 from tools.chaos.worlds import Ranks
 
 from warm_programs import run_warm
@@ -28,7 +31,8 @@ def test_some_rounds_on_one_host() -> None:
     command = [sys.executable, "-m", "tools.chaos", "--rounds", "2", "--seed", "3", *options]
     played = run_warm(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert played.returncode == 0, played.stdout + played.stderr
-    assert "2 rounds; every rank was right, or told in time what had happened" in played.stdout
+    assert "2 rounds; every rank was right, was killed, or was told in time" in played.stdout
+    assert "limits were multiplied by 4.0 to 4.0, for the load of the machine" in played.stdout
 
 
 def test_a_round_is_the_same_for_the_same_seed() -> None:
@@ -135,6 +139,19 @@ def test_what_a_worker_without_memory_raises_is_raised_at_its_caller(
     theirs = {"ours": False, "type": "RuntimeError", "text": text, "at": time.time()}
     tell(ranks, 1, {**ERROR, **theirs}, {"what": "over", "left": []})
     assert judge(short, ranks, {"began": time.time()}, ["a", "b"], 1.0).outcomes[1] == outcome
+
+
+def test_a_report_tells_of_rounds_that_ended_before_their_fault() -> None:
+    """They show nothing about it. Names are whole in 80 columns, too."""
+    report, screen = Report(), io.StringIO()
+    stopped = dataclasses.replace(ROUND, fault="memory", variant="RLIMIT_DATA")
+    report.add(stopped, Verdict(["right"] * 3, met=False), 1.0, 2.0)
+    report.add(stopped, Verdict(["told"] * 3), 1.0, 6.5)
+    report.show(Console(width=80, file=screen))
+    shown = screen.getvalue()
+    assert "memory, RLIMIT_DATA" in shown
+    assert "2, 1" in shown
+    assert "limits were multiplied by 2.0 to 6.5" in shown
 
 
 def test_what_is_left_in_the_temporary_folder_is_found(ranks: Ranks) -> None:

@@ -87,6 +87,9 @@ class Player:
                 stacks = ranks.stacks()
                 ranks.kill()
             verdict = judge(round_, ranks, times, reference, limit)
+            verdict.met = (
+                "began" in times or type(fault).begin is Fault.begin
+            )  # or it is there from the start
             if hangs:
                 verdict.wrong.insert(0, hangs)
             stacks = stacks or ranks.stacks() if verdict.wrong else ""
@@ -184,16 +187,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started = time.monotonic()
         verdict = player.play(round_, limit)
         took = time.monotonic() - started
-        report.add(round_, verdict, took)
+        report.add(round_, verdict, took, limit)
         if verdict.wrong:
             console.print(f"VIOLATED; again: python -m tools.chaos {repeat} --only {number}", style="red")
             violated += 1
             if not settings.keep_going:
                 break
             continue
-        console.print(f"{round_}: {', '.join(sorted(set(verdict.outcomes)))} in {took:.1f} s")
+        late = "" if verdict.met else "; all had ended before the fault"
+        console.print(f"{round_}: {', '.join(sorted(set(verdict.outcomes)))} in {took:.1f} s{late}")
     report.show(console)
-    held = "every rank was right, or told in time what had happened"
+    held = "every rank was right, was killed, or was told in time what had happened"
     console.print(f"{report.rounds} rounds; {f'{violated} violated an invariant' if violated else held}")
     return 1 if violated else 0
 

@@ -38,11 +38,13 @@ class Verdict:
         outcomes: of each rank: ``right``, ``told`` (an error as it must be), ``killed``, ``no memory``.
         longest_s: from the fault's beginning to the last rank's error; 0 if there was none.
         wrong: what does not hold.
+        met: whether the fault came while ranks worked; else they had ended before.
     """
 
     outcomes: list[str] = field(default_factory=list)
     longest_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    met: bool = True
 
 
 def machine_state() -> dict[str, set[str]]:
