@@ -19,8 +19,9 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import find_heaps
 from torchestra.engine.native.declarations import KernelSource
-from torchestra.engine.p2p import Mailbox, channel_area_bytes
 from torchestra.engine.p2p import layout as p2p
+from torchestra.engine.p2p.layout import channel_area_bytes
+from torchestra.engine.p2p.mailbox import Mailbox
 from verification.execution import Execution, Start
 from verification.memory import Known, SharedMemory
 from verification.operations import ALLOCATED, process_of

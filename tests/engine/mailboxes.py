@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from torchestra.engine import layout as at
-from torchestra.engine import p2p
 from torchestra.engine.p2p import layout
+from torchestra.engine.p2p.mailbox import Mailbox
+from torchestra.engine.p2p.transfer import Transfer
 from torchestra.engine.recorder import clock
 from torchestra.system.deadline import Deadline
 
@@ -42,11 +43,11 @@ class Waiter:
 class Ranks:
     """The mailboxes of ``size`` ranks over one mapping; a forked rank uses its own of them."""
 
-    def __init__(self, size: int, package: Any = p2p, spins: int = 100, yields: int = 20) -> None:
+    def __init__(self, size: int, mailbox: Any = Mailbox, spins: int = 100, yields: int = 20) -> None:
         self.size = size
         self.waiter = Waiter()
         self._memory = np.frombuffer(
-            mmap.mmap(-1, layout.PAGE + p2p.channel_area_bytes(size)), dtype=np.uint8
+            mmap.mmap(-1, layout.PAGE + layout.channel_area_bytes(size)), dtype=np.uint8
         )
         address = self._memory.ctypes.data
         self.poll_interval = np.array([0, 50_000_000], dtype=np.int64)
@@ -55,7 +56,7 @@ class Ranks:
         self.contexts = np.zeros((size, at.CONTEXT_BYTES // 8), dtype=np.int64)
         record_bytes = at.Layout(size, 0, 0, 0, 0).record_bytes
         self.records = np.zeros((size, record_bytes // 8), dtype=np.int64)
-        self.mailboxes: list[p2p.Mailbox] = []
+        self.mailboxes: list[Mailbox] = []
         for rank, context in enumerate(self.contexts):
             for offset, value in (
                 (at.RANK, rank),
@@ -72,9 +73,7 @@ class Ranks:
                 (at.MASKS, self.masks[rank].ctypes.data),
             ):
                 context[offset // 8] = value
-            self.mailboxes.append(
-                package.Mailbox(context.ctypes.data, address + layout.PAGE, rank, size, "test")
-            )
+            self.mailboxes.append(mailbox(context.ctypes.data, address + layout.PAGE, rank, size, "test"))
 
     def __getitem__(self, rank: int) -> Port:
         return Port(self.mailboxes[rank], self.waiter)
@@ -122,7 +121,7 @@ class Ranks:
 class Port:
     """A mailbox that is called with arrays."""
 
-    def __init__(self, mailbox: p2p.Mailbox, waiter: Waiter) -> None:
+    def __init__(self, mailbox: Mailbox, waiter: Waiter) -> None:
         self.mailbox = mailbox
         self.waiter = waiter
 
@@ -132,10 +131,10 @@ class Port:
     def recv(self, data: Any, source: int | None, tag: int = 0, kind: int = 0) -> int:
         return self.mailbox.recv(data.ctypes.data, data.nbytes, kind, source, tag, self.waiter)
 
-    def isend(self, data: Any, to: int, tag: int = 0, **more: Any) -> p2p.Transfer:
+    def isend(self, data: Any, to: int, tag: int = 0, **more: Any) -> Transfer:
         return self.mailbox.isend(data.ctypes.data, data.nbytes, 0, to, tag, self.waiter, **more)
 
-    def irecv(self, data: Any, source: int | None, tag: int = 0, **more: Any) -> p2p.Transfer:
+    def irecv(self, data: Any, source: int | None, tag: int = 0, **more: Any) -> Transfer:
         return self.mailbox.irecv(data.ctypes.data, data.nbytes, 0, source, tag, self.waiter, **more)
 
 
@@ -147,7 +146,7 @@ def like(data: Any) -> Any:
     return np.full_like(data, 0xEE)
 
 
-def await_all(transfers: list[p2p.Transfer]) -> None:
+def await_all(transfers: list[Transfer]) -> None:
     deadline = time.monotonic() + LIMIT
     while not all(transfer.finished for transfer in transfers):
         assert time.monotonic() < deadline, "transfers do not finish"

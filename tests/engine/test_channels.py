@@ -9,8 +9,8 @@ import time
 import pytest
 from mailboxes import LIMIT, RING, Port, Ranks, Waiter, await_all, equal, like, numbers, waited_for
 
-from torchestra.engine import p2p
 from torchestra.engine.p2p import kernels, layout
+from torchestra.engine.p2p.transfer import Transfer
 from torchestra.errors import DistBackendError, GroupDestroyedError
 from torchestra.system.deadline import Deadline
 
@@ -119,7 +119,7 @@ def test_to_oneself(pair: Ranks, length: int) -> None:
 
 
 def test_done_is_called_once_with_the_transfer(pair: Ranks) -> None:
-    calls: list[p2p.Transfer] = []
+    calls: list[Transfer] = []
     received = pair[1].irecv(like(numbers(4)), 0, done=calls.append)
     sent = pair[0].isend(numbers(4), 1, done=calls.append)
     await_all([received, sent])
@@ -292,7 +292,7 @@ def test_a_message_that_comes_as_its_receive_is_given_up_ends_that_receive_alone
 
 
 def test_the_area_is_small_enough_to_map() -> None:
-    assert p2p.channel_area_bytes(64) <= 4 << 30
-    assert p2p.channel_area_bytes(512) <= 8 << 30
+    assert layout.channel_area_bytes(64) <= 4 << 30
+    assert layout.channel_area_bytes(512) <= 8 << 30
     for size in (1, 2, 3, 64, 100):
-        assert p2p.channel_area_bytes(size) % layout.PAGE == 0
+        assert layout.channel_area_bytes(size) % layout.PAGE == 0

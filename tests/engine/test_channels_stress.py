@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from mailboxes import LIMIT, RING, Port, Ranks, await_all, equal, like, numbers
 
-from torchestra.engine import p2p
 from torchestra.engine.p2p import layout
 from torchestra.errors import DistBackendError, GroupDestroyedError
 
@@ -174,7 +173,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """
     folder = tmp_path_factory.mktemp("mutant")
     shutil.copytree(
-        Path(p2p.__file__).parent, folder / "breakable", ignore=shutil.ignore_patterns("__pycache__")
+        Path(layout.__file__).parent, folder / "breakable", ignore=shutil.ignore_patterns("__pycache__")
     )
     for file in (folder / "breakable").glob("*.py"):
         file.write_text(file.read_text().replace("torchestra.engine.p2p", "breakable"))
@@ -239,7 +238,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     immediate.write_text(text.replace(old, f"(load(state + {BREAK}) & 28 == {OVERTAKING} or {old})"))
     sys.path.insert(0, str(folder))
     try:
-        yield import_module("breakable")
+        yield import_module("breakable.mailbox")
     finally:
         sys.path.remove(str(folder))
         for name in [name for name in sys.modules if name.split(".")[0] == "breakable"]:
@@ -247,7 +246,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 
 def broken(package: ModuleType, how: int, size: int = 2, **options: int) -> Ranks:
-    ranks = Ranks(size, package, **options)
+    ranks = Ranks(size, package.Mailbox, **options)
     for mailbox in ranks.mailboxes:
         mailbox._words[BREAK // 8] = how
     return ranks

@@ -292,6 +292,24 @@ def test_report_writes_what_other_tools_read(
         ]
 
 
+def test_jobs_are_looked_at_without_loading_torch(job: ProcessWorld, tmp_path: Path) -> None:
+    """It takes seconds, and none of these commands has tensors."""
+    trace = str(tmp_path / "trace.json")
+    for command in (
+        ["top", "--once", "--interval", "0.05", "--job", str(job.pids[0])],
+        ["report", "--seconds", "0.1", "--out", trace, "--job", str(job.pids[0])],
+        ["report", "--from", trace, "--format", "chakra", "--out", str(tmp_path / "traces")],
+    ):
+        program = (
+            "import sys\n"
+            "from torchestra.cli import main\n"
+            "code = main(sys.argv[1:])\n"
+            "loaded = sorted({'torch', 'numba'} & sys.modules.keys())\n"
+            "sys.exit(code or ('loaded: ' + ' '.join(loaded) if loaded else 0))"
+        )
+        subprocess.run([sys.executable, "-c", program, *command], check=True, timeout=SOON)
+
+
 def test_nothing_is_left_of_a_job_that_was_killed(job: ProcessWorld) -> None:
     for rank in range(3):
         job.signal(rank, signal.SIGKILL)

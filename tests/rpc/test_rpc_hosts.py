@@ -24,7 +24,7 @@ import torchestra.transport.message
 import torchestra.transport.pair
 import worlds
 from torchestra import rpc
-from torchestra.engine.p2p import Message, endpoint
+from torchestra.engine.p2p import endpoint
 from torchestra.errors import DistNetworkError, InvalidArgumentError, RpcError, WorkerFailedError
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.host_connections import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
@@ -32,6 +32,7 @@ from torchestra.store import HashStore
 from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
 from torchestra.transport.endpoint import EndpointRecord, read_endpoint
 from torchestra.transport.framing import LARGEST_FRAME, PIECE_BYTES, MessageAssembler, frames
+from torchestra.transport.message import Message
 from torchestra.transport.transport import Transport
 
 HERE = "127.0.0.1"

@@ -18,10 +18,10 @@ import rpc_workers
 import torchestra as dist
 import worlds
 from torchestra import rpc
-from torchestra.engine import p2p
 from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.p2p.endpoint import Endpoint
 from torchestra.errors import RpcTimeoutError
 from torchestra.rpc import plain
 from torchestra.rpc.current import current_agent
@@ -265,14 +265,14 @@ def look_while_it_is_being_answered() -> None:
 
 def test_a_buffer_is_free_as_soon_as_the_answer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not when the thread that has sent the answer goes on."""
-    send = p2p.Endpoint.send
+    send = Endpoint.send
 
-    def return_late(self: p2p.Endpoint, peer: int, kind: int, *args: Any) -> None:
+    def return_late(self: Endpoint, peer: int, kind: int, *args: Any) -> None:
         send(self, peer, kind, *args)
         if kind in (ANSWER, TENSOR_ANSWER):
             assert _has_looked.wait(LONGEST)
 
-    monkeypatch.setattr(p2p.Endpoint, "send", return_late)
+    monkeypatch.setattr(Endpoint, "send", return_late)
     rpc_workers.first("threads", 2, look_while_it_is_being_answered)
 
 
@@ -329,7 +329,7 @@ def test_a_message_whose_sender_died_halfway_never_comes_and_others_do() -> None
     for context in contexts:
         context.sleep_times.set(0.001)
         channels = arena.address + arena.layout.channels
-        endpoints.append(p2p.Endpoint(context.address, channels, context.rank, 2, lambda rank: rank == 0))
+        endpoints.append(Endpoint(context.address, channels, context.rank, 2, lambda rank: rank == 0))
     dead, alive = endpoints
     large = torch.ones(64 << 20, dtype=torch.uint8)  # more than the channel holds
     dead._lost = lambda rank: True  # it ends in the middle

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.native.declarations import External, Intrinsic, KernelSource
-from torchestra.engine.p2p import channel_area_bytes
+from torchestra.engine.p2p.layout import channel_area_bytes
 from verification.execution import LOADS
 from verification.memory import to_word
 from verification.protocols.replay import perform

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchestra.engine.p2p.endpoint import Endpoint
 from torchestra.engine.p2p.gil_waits import GilWaits
 from torchestra.transport.message import Message, Sending
 from verification.simulation.network import Source
@@ -53,7 +54,7 @@ class _Mailbox(Source):
 
 
 class SimulatedEndpoint:
-    """An ``engine.p2p.Endpoint`` of a simulated process.
+    """An ``engine.p2p.endpoint.Endpoint`` of a simulated process.
 
     Attributes:
         in_hand: the message that was received last, until whoever received it sets this to None.
@@ -165,11 +166,6 @@ def _storage(data: bytes) -> torch.UntypedStorage:
     return storage
 
 
-class SimulatedSharedMemory:
-    """The package ``engine.p2p``, as rpc/router.py uses it."""
-
-    @staticmethod
-    def Endpoint(*arguments: Any) -> Any:
-        from torchestra.engine import p2p
-
-        return p2p.Endpoint(*arguments) if active() is None else SimulatedEndpoint(*arguments)
+def endpoint_in_shared_memory(*arguments: Any) -> Any:
+    """Return what rpc/router.py uses: the endpoint of engine/p2p, or in a simulation its double."""
+    return Endpoint(*arguments) if active() is None else SimulatedEndpoint(*arguments)

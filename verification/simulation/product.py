@@ -54,7 +54,7 @@ from torchestra.system.deadline import Deadline
 from torchestra.system.thread_frames import current_frames
 from torchestra.transport import event_loop, pair, sockets, source_port
 from torchestra.transport.pair import PairConnection
-from verification.simulation.endpoints import SimulatedSharedMemory
+from verification.simulation.endpoints import endpoint_in_shared_memory
 from verification.simulation.polling import SimulatedSelect, SimulatedSelectors
 from verification.simulation.scheduler import Task, active
 from verification.simulation.sockets import SimulatedOS, SimulatedSockets
@@ -257,7 +257,7 @@ def simulated() -> Iterator[None]:
             (ArenaRegisters, "sleep", _sleep_until_a_step),
             (ArenaRegisters, "_exchange", _exchange_and_wake),
             (RecordPublisher, "start", _start_no_publisher),
-            (router, "p2p", SimulatedSharedMemory),
+            (router, "SharedMemoryEndpoint", endpoint_in_shared_memory),
             (callsites, "current_frames", _frames_of_the_process),
             (calls, "_await_future", _await_simulated),
             (sockets, "_TICK", _POLLS[1]),

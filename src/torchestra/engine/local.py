@@ -30,7 +30,8 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.heap import bytes_of_heap
 from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
-from torchestra.engine.p2p import Mailbox, Transfer
+from torchestra.engine.p2p.mailbox import Mailbox
+from torchestra.engine.p2p.transfer import Transfer
 from torchestra.engine.prepared import PreparedKernel
 from torchestra.engine.reclaiming import reclaim
 from torchestra.engine.recorder.flight_entries import SPAN_KINDS, SpanTimes

@@ -36,12 +36,12 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from torchestra.engine.p2p import Message
 from torchestra.rpc.router import Endpoint
 from torchestra.rpc.thread_state import run_detached, thread_state
 from torchestra.system.exiting import ends_at_exit
 from torchestra.system.limits import start_thread
 from torchestra.system.try_lock import TryLock
+from torchestra.transport.message import Message
 
 _log = logging.getLogger(__name__)
 

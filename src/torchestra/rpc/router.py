@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from torchestra.engine import p2p
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.p2p.endpoint import Endpoint as SharedMemoryEndpoint
 from torchestra.engine.p2p.gil_waits import GilWaits
 from torchestra.rpc.shared_buffers import OpenedBuffers, SharedBufferPool
 from torchestra.transport.message import Message, Sending
@@ -131,7 +131,7 @@ class Router:
             return None
         context, local_numbers = self.context, self.local_numbers
         spans_hosts = self.size is None or len(local_numbers) < self.size
-        shared_memory = p2p.Endpoint(
+        shared_memory = SharedMemoryEndpoint(
             context.address,
             context.arena.address + context.arena.layout.channels,
             context.rank,
@@ -196,7 +196,7 @@ class RoutedEndpoint:
     a message. Where fewer are under way, each message brings its own.
     """
 
-    def __init__(self, shared_memory: p2p.Endpoint, router: Router) -> None:
+    def __init__(self, shared_memory: SharedMemoryEndpoint, router: Router) -> None:
         self._shared_memory = shared_memory
         self._router = router
         self._arrived: deque[Message] = deque()

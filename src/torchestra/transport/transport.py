@@ -136,7 +136,7 @@ class Transport:
         keep: object,
         sending: Sending | None = None,
     ) -> None:
-        """Send a message, see :meth:`~torchestra.engine.p2p.Endpoint.send`.
+        """Send a message, see :meth:`~torchestra.engine.p2p.endpoint.Endpoint.send`.
 
         Wait while 64 MB are queued for that rank.
         """

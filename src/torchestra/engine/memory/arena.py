@@ -40,7 +40,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.memory.mapping import MemoryFile, leave_out_of_core_dumps
-from torchestra.engine.p2p import channel_area_bytes
+from torchestra.engine.p2p.layout import channel_area_bytes
 from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.engine.tuned_thresholds import choices_for_group
 from torchestra.errors import DistBackendError

@@ -22,7 +22,7 @@ from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.multihost.reduction import Reducer
 from torchestra.engine.multihost.remote_records import merge_records
 from torchestra.engine.operations import BARRIER, Collective, Kind, Shape, even_parts, pack
-from torchestra.engine.p2p import Transfer
+from torchestra.engine.p2p.transfer import Transfer
 from torchestra.engine.recorder.flight_entries import SpanTimes
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.recorder import close_multihost_entry, open_multihost_entry

@@ -14,7 +14,7 @@ from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.message_recorder import RecordedMessage
 from torchestra.engine.operations import DTYPE_NAMES
-from torchestra.engine.p2p import Transfer
+from torchestra.engine.p2p.transfer import Transfer
 from torchestra.system.deadline import Deadline, RunningClock
 
 EAGER_BYTES = 1 << 20  # of one message

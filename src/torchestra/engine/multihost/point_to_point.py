@@ -33,7 +33,8 @@ from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, Se
 from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack, warnings
 from torchestra.engine.multihost.periodic_thread import PeriodicThread
 from torchestra.engine.multihost.wait_policy import WaitPolicy
-from torchestra.engine.p2p import Mailbox, Transfer
+from torchestra.engine.p2p.mailbox import Mailbox
+from torchestra.engine.p2p.transfer import Transfer
 from torchestra.errors import DistBackendError, DistError, GroupAbortedError, GroupDestroyedError
 from torchestra.transport.message import Message
 

@@ -7,20 +7,3 @@ mailbox.py (calls) and progress.py (the thread) are the Python over them.
 An arena's channels can be used by an endpoint instead (endpoint_kernels.py, endpoint.py): for whole messages
 of any length that nobody has announced a receive for, sent and received by many threads.
 """
-
-from __future__ import annotations
-
-from torchestra.engine.p2p.endpoint import Endpoint
-from torchestra.engine.p2p.layout import channel_area_bytes
-from torchestra.engine.p2p.mailbox import Mailbox
-from torchestra.engine.p2p.transfer import Transfer, Waiter
-from torchestra.transport.message import Message
-
-__all__ = [
-    "Endpoint",
-    "Mailbox",
-    "Message",
-    "Transfer",
-    "Waiter",
-    "channel_area_bytes",
-]

@@ -13,11 +13,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import FrameType
-
-import llvmlite
-import torch
 
 from torchestra.system.thread_frames import current_frames
 
@@ -38,17 +34,13 @@ def _installed(names: Iterable[str]) -> Iterator[str]:
             )
 
 
-_FOLDERS = (
-    Path(__file__).parents[2],
-    Path(torch.__file__).parent,
-    Path(llvmlite.__file__).parent,  # it calls kernels
-)
+_TORCHESTRA, _TORCH = _installed(("torchestra", "torch"))
 _NOT_THE_USERS = (
-    *(os.path.join(folder, "") for folder in _FOLDERS),
-    *_installed(_TEST_RUNNERS),
+    _TORCHESTRA,
+    _TORCH,
+    *_installed(("llvmlite", *_TEST_RUNNERS)),  # llvmlite calls kernels
     "<frozen ",
 )
-_TORCHESTRA, _TORCH = _NOT_THE_USERS[:2]
 _STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
 # Where Python runs in no virtual environment, they may lie within the standard library's folder.
 _PACKAGES = tuple(
