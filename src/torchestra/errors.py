@@ -27,7 +27,7 @@ from __future__ import annotations
 import pickle
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -103,7 +103,7 @@ def named(ranks: Sequence[int], most: int | None = None) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{rest}"
 
 
-def named_globally(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
+def named_globally(ranks: Sequence[int], global_ranks: Sequence[int] | Mapping[int, int]) -> str:
     """Return ranks of a group as messages name them: ``rank 1``, or ``rank 1 (global rank 3)``.
 
     Args:

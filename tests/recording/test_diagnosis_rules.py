@@ -85,6 +85,14 @@ CASES = [
         f" on host h1 was {AT}; rank 0 waits at train.py:12 in train",
     ),
     (
+        [
+            WAITS,
+            *(RankFacts(rank, "h1", global_rank=rank + 3, presence="silent") for rank in (1, 2)),
+        ],
+        "(likely): killed host: host h1 with ranks 1, 2 (global ranks 4, 5) does not answer: it is down, or"
+        " the network to it is; rank 0 waits at train.py:12 in train",
+    ),
+    (
         [WAITS, replace(NO_ANSWER, system=replace(SLEEPS, stopped=True), last_seen=f"{AT}, 0.5 s ago")],
         f"stopped process: rank 1 is stopped, by SIGSTOP, Ctrl-Z or a debugger, last seen {AT}, 0.5 s ago",
     ),

@@ -236,7 +236,7 @@ def test_calls_by_rpc_are_counted() -> None:
 def test_what_is_queued_and_alive_is_told() -> None:
     rank = RankRecord(
         1, 1, "present", (), (), 0, 0, 0, 0, 0.0, 0.0, (), None, None,
-        queued=3, calls_in_flight=4, references_owned=5, references_used=6,
+        queued=3, calls_in_flight=4, references_owned=5, references_used=6, calls_made=7, calls_sent_bytes=8,
     )  # fmt: skip
     record, labels = FlightRecord("rpc", 2, 0.0, 0.0, None, (rank,)), ("1", "rpc", "1")
     found = {(family, labels): number for family, labels, number in metrics._of_rank(record, rank, labels)}
@@ -244,6 +244,8 @@ def test_what_is_queued_and_alive_is_told() -> None:
     assert found[metrics.CALLS_IN_FLIGHT, labels] == 4
     assert found[metrics.REFERENCES, (*labels, "owned")] == 5
     assert found[metrics.REFERENCES, (*labels, "used")] == 6
+    assert found[metrics.CALLS_MADE, labels] == 7
+    assert found[metrics.CALLS_SENT, labels] == 8
 
 
 def of_groups(name: str) -> dict[tuple[metrics.MetricFamily, tuple[str, ...]], float]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchestra.engine.recorder.flight_entries import FlightEntry, RankRecord
+from torchestra.engine.recorder.flight_entries import ExecutedCalls, FlightEntry, RankRecord
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.monitor.rates import rates, straggler
 
@@ -108,3 +108,14 @@ def test_nobody_waits_for_a_group_of_one_or_where_all_come_together() -> None:
     assert straggler(rates(group(1.0, rank(0, 1)), group(2.0, rank(0, 1)))) is None
     pair = [rank(number, 2) for number in range(2)]
     assert straggler(rates(group(1.0, *pair), group(2.0, *pair))) is None
+
+
+def test_calls_by_rpc_per_second() -> None:
+    calls = ExecutedCalls(1, "fetch", 3, 0.1), ExecutedCalls(-1, "other functions", 1, 0.1)
+    before = group(100.0, rank(0, 1, calls=calls, calls_made=7, calls_sent_bytes=100))
+    later = ExecutedCalls(1, "fetch", 9, 0.1), calls[1]
+    after = group(102.0, rank(0, 1, calls=later, calls_made=8, calls_sent_bytes=500))
+    (found,) = rates(before, after)
+    assert (found.calls_executed, found.calls_made, found.calls_sent_bytes) == (3.0, 0.5, 200.0)
+    assert (found.all_operations, found.all_bytes) == (3.5, 200.0)
+    assert not found.waiting

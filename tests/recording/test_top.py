@@ -26,7 +26,7 @@ from interrupts import lose_an_interrupt
 from torchestra.cli import main
 from torchestra.engine.diagnosis import process_counts
 from torchestra.engine.diagnosis.process_counts import ProcessCounts
-from torchestra.engine.recorder.flight_entries import HostRecord, RankRecord, Tally
+from torchestra.engine.recorder.flight_entries import ExecutedCalls, HostRecord, RankRecord, Tally
 from torchestra.monitor import top
 from torchestra.monitor.live.keyboard import Keyboard
 from torchestra.monitor.live.recording import Recording, RecordingWriter
@@ -127,6 +127,28 @@ def test_the_chosen_rank_is_in_sight_where_there_is_little_room() -> None:
     assert "and 25 more ranks" in text_of(screen, whole, height=24)
     press(screen, *["j"] * 39)
     assert re.search(r"^ +39 ", text_of(screen, whole, height=24), re.MULTILINE)
+
+
+def test_workers_that_only_call_each_other_are_not_shown_as_idle() -> None:
+    def at(number: int) -> JobSample:
+        calls = (ExecutedCalls(0, "fetch", 300 * number, 0.3 * number),) if number else ()
+        ranks = (
+            rank(0, 2, operations=(), calls_made=300 * number, calls_sent_bytes=3000, calls_in_flight=2),
+            rank(1, 2, calls=calls, calls_sent_bytes=6_000_000 * number),
+        )
+        record = replace(group(100.0 + number, *ranks), group="rpc")
+        workers = GroupSample("1", record, (True, True), ("", ""), (None, None))
+        return replace(sample(number), groups=(workers,))
+
+    screen = Screen(replays=False)
+    lines = [" ".join(line.split()) for line in text_of(screen, at(1), at(2)).splitlines()]
+    assert "rank pid no. operation for so long calls/s executed/s sent/s waiting for" in lines
+    assert "0 1 RPC, waits for 2 calls 300 0 0 B 0%" in lines
+    assert "1 1 RPC 0 300 6 MB 0%" in lines
+    press(screen, "j", "enter")
+    page = [" ".join(line.split()) for line in text_of(screen, at(1), at(2)).splitlines()]
+    assert "0 calls by RPC made and 300 executed a second, 6 MB a second sent in calls and answers" in page
+    assert "rank 0 fetch 600 +300 1 ms" in page
 
 
 def test_ranks_of_other_hosts_are_shown_and_hosts_that_do_not_answer_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 import rpc_workers
 from torchestra import rpc
@@ -101,3 +102,35 @@ def test_calls_in_flight_and_references_are_in_the_record() -> None:
     released.clear()
     found = rpc_workers.run("threads", 2, waits_and_refers)[0]
     assert found == (1, 0, 1)
+
+
+def first_element(tensor: torch.Tensor) -> float:
+    return float(tensor[0])
+
+
+def calls_with_tensors(rank: int) -> tuple[int, int, int] | None:
+    """Five calls of worker 1 with 400,000 bytes each, as worker 0's record has them; and one of worker 0."""
+    if rank == 1:
+        return None
+    agent, tensor = current_agent(), torch.ones(100_000)
+    before = written_record(agent)
+    for _ in range(5):
+        assert rpc.rpc_sync("worker1", first_element, (tensor,)) == 1.0
+    sent = written_record(agent)
+    assert rpc.rpc_sync("worker0", first_element, (tensor,)) == 1.0
+    to_itself = written_record(agent)
+    return (
+        to_itself.calls_made - before.calls_made,
+        sent.calls_sent_bytes - before.calls_sent_bytes,
+        to_itself.calls_sent_bytes - sent.calls_sent_bytes,
+    )
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_calls_made_and_bytes_sent_are_in_the_record(kind: str) -> None:
+    found = rpc_workers.run(kind, 2, calls_with_tensors)[0]
+    assert found is not None
+    made, sent, to_itself = found
+    assert made == 6
+    assert 0 < sent - 5 * 400_000 < 5 * 500, "the tensors, and what belongs to them"
+    assert to_itself == 0

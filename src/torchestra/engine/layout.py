@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 16
+VERSION = 17
 MEMORY_FILE = "torchestra"  # the prefix of the names of all arenas' memory files
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for records of ended arenas (flight_dump.py)
 PAGE = 4096
@@ -156,6 +156,8 @@ QUEUED = 136  # operations that were called and are not begun
 CALLS_IN_FLIGHT = 144  # of an RPC worker: calls that it waits for,
 REFERENCES_OWNED = 152  # remote references whose value it has,
 REFERENCES_USED = 160  # and those that it has to values of others
+CALLS_MADE = 168
+CALLS_SENT_BYTES = 176  # in calls, answers and what belongs to them, to other workers
 OPERATIONS_AT = 256
 ENTRIES = 256  # a power of two
 ENTRY_BYTES = 64

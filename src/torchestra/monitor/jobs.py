@@ -91,11 +91,11 @@ class Job:
 def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
     """Return this user's jobs that run on this host now, in the order in which they began, and complaints.
 
-    Looks at all processes, or only at those given. There is a complaint, in one line, for each arena that
-    cannot be read because it is damaged or of another version of torchestra.
+    Looks at all processes, or only at those given. There is a complaint, in one line, for each process with
+    arenas that cannot be read because they are damaged or of another version of torchestra.
     """
     groups: dict[tuple[int, int], Group] = {}
-    refused: dict[tuple[int, int], str] = {}
+    refused: dict[tuple[int, int], str] = {}  # by the arena; a process can have hundreds
     for pid, path, key in open_arenas(pids, _PROC):
         if key not in groups and key not in refused:
             try:
@@ -114,7 +114,7 @@ def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
     for job in jobs:
         job.groups.sort(key=lambda group: (-group.arena.layout.size, group.arena.made))
     jobs.sort(key=lambda job: job.groups[0].arena.made)
-    return jobs, list(refused.values())
+    return jobs, list(dict.fromkeys(refused.values()))
 
 
 def choose_job(pid: int | None) -> Job:

@@ -81,6 +81,8 @@ ABORTED = MetricFamily(
 _CALL = (*_RANK, "caller", "function")
 CALLS = MetricFamily("rpc_calls", "", "Calls by RPC that the rank has executed.", _CALL)
 CALL_SECONDS = MetricFamily("rpc_call", "seconds", "The time that their execution took.", _CALL)
+CALLS_MADE = MetricFamily("rpc_calls_made", "", "Calls by RPC that the rank has made.", _RANK)
+CALLS_SENT = MetricFamily("rpc_sent", "bytes", "What it has sent other ranks, in calls and answers.", _RANK)
 QUEUED = MetricFamily(
     "queued_operations", "", "Operations that the program has called and that are not begun.", _RANK, False
 )
@@ -103,8 +105,8 @@ _STATES = ("starts", "joins", "trains", "dead", "done")
 MEMBERS = MetricFamily("members", "", "Ranks of an elastic job, by what they do.", ("job", "state"), False)
 RESTARTS = MetricFamily("restarts", "", "Replacements that an elastic job has started.", ("job",))
 FAMILIES = (OPERATIONS, BYTES, SECONDS, WAITING, WAITED_FOR, RUNNING, UP, ABORTED, CALLS, CALL_SECONDS,
-            QUEUED, CALLS_IN_FLIGHT, REFERENCES, HEARTBEATS, HEARTBEAT_AGE, GENERATION, SHRINKS, GROWS,
-            MEMBERS, RESTARTS)  # fmt: skip
+            CALLS_MADE, CALLS_SENT, QUEUED, CALLS_IN_FLIGHT, REFERENCES, HEARTBEATS, HEARTBEAT_AGE,
+            GENERATION, SHRINKS, GROWS, MEMBERS, RESTARTS)  # fmt: skip
 
 Sample = tuple[MetricFamily, tuple[str, ...], float]
 """A value of a metric, and the values of its labels."""
@@ -168,7 +170,9 @@ def _of_rank(record: FlightRecord, rank: RankRecord, labels: tuple[str, ...]) ->
         yield CALLS, called, calls.calls
         yield CALL_SECONDS, called, calls.seconds
     yield QUEUED, labels, rank.queued
-    if rank.calls or rank.calls_in_flight or rank.references_owned or rank.references_used:
+    if rank.is_rpc_worker:
+        yield CALLS_MADE, labels, rank.calls_made
+        yield CALLS_SENT, labels, rank.calls_sent_bytes
         yield CALLS_IN_FLIGHT, labels, rank.calls_in_flight
         yield REFERENCES, (*labels, "owned"), rank.references_owned
         yield REFERENCES, (*labels, "used"), rank.references_used

@@ -19,12 +19,26 @@ class RankRates:
         bytes: bytes per second moved by operations that ended.
         waiting: the share of time spent waiting for other ranks, 0 to 1.
         waited_for: the same share by the rank waited for.
+        calls_made, calls_executed, calls_sent_bytes: by RPC, per second.
     """
 
     operations: float
     bytes: float
     waiting: float
     waited_for: tuple[float, ...]
+    calls_made: float = 0.0
+    calls_executed: float = 0.0
+    calls_sent_bytes: float = 0.0
+
+    @property
+    def all_operations(self) -> float:
+        """Return the operations and calls per second."""
+        return self.operations + self.calls_made + self.calls_executed
+
+    @property
+    def all_bytes(self) -> float:
+        """Return the bytes per second of both."""
+        return self.bytes + self.calls_sent_bytes
 
     @property
     def awaited(self) -> int | None:
@@ -70,7 +84,14 @@ def _rates(
         ),
         waiting=min(1.0, sum(shares)),
         waited_for=tuple(shares),
+        calls_made=per_second(early.calls_made, late.calls_made),
+        calls_executed=per_second(_executed(early), _executed(late)),
+        calls_sent_bytes=per_second(early.calls_sent_bytes, late.calls_sent_bytes),
     )
+
+
+def _executed(rank: RankRecord) -> int:
+    return sum(each.calls for each in rank.calls)
 
 
 def _waits(rank: RankRecord, now: float) -> list[float]:

@@ -74,6 +74,7 @@ class Agent:
     Attributes:
         number, end_reason: of this worker, see :class:`Workers`; how it ends, for messages.
         checks: functions that :meth:`check` calls.
+        calls_made, sent_bytes: how many calls, and how much in messages to others; for the flight record.
         gil_waits: how long its threads wait for the GIL when a message has come, while that is measured.
     """
 
@@ -92,8 +93,9 @@ class Agent:
         self.waits: dict[int, PendingCall] = {}
         self.termination: dict[int, dict[int, Any]] = {}  # by round, the values of the workers
         self.rounds = itertools.count()
-        self.calls_made = 0
+        self.calls_made = self.sent_bytes = 0
         self._call_ids = itertools.count(1)
+        self._wait_ids = itertools.count(1)
         self._entering: tuple[Message, IncomingHeader] | None = None
         self._null_scope = MessageScope(self.info)
         self._scope: MessageScope | None = None
@@ -220,6 +222,7 @@ class Agent:
                 self._send_to_self(outgoing.kind, call_id, encoded)
             else:
                 self.endpoint.send(to, outgoing.kind, call_id, encoded.parts, encoded, call)
+                self.sent_bytes += encoded.nbytes
             if outgoing.header is not None and outgoing.header.recorder is not None:
                 outgoing.header.recorder.sent()
             return call
@@ -279,9 +282,9 @@ class Agent:
         if not future.done():
             timeout_s = self.timeout if timeout < 0 else timeout
             wait = PendingCall(self.number, Label(what), self.clock.elapsed(), timeout_s, None, self.pool)
-            call_id = next(self._call_ids)
-            self.waits[call_id] = wait
-            future.add_done_callback(lambda _: self._end_wait(call_id))
+            wait_id = next(self._wait_ids)
+            self.waits[wait_id] = wait
+            future.add_done_callback(lambda _: self._end_wait(wait_id))
             self.pool.wait(wait)
             if not future.done():
                 wait.wait()  # raises
@@ -290,8 +293,8 @@ class Agent:
         finally:
             del future  # as in PendingCall.wait
 
-    def _end_wait(self, call_id: int) -> None:
-        wait = self.waits.pop(call_id, None)
+    def _end_wait(self, wait_id: int) -> None:
+        wait = self.waits.pop(wait_id, None)
         if wait is not None:
             wait.complete(None, None)
 
@@ -302,6 +305,7 @@ class Agent:
         else:
             self.workers.known(to)
             self.endpoint.send(to, kind, call_id, encoded.parts, encoded)
+            self.sent_bytes += encoded.nbytes
 
     def _send_to_self(self, kind: int, call_id: int, encoded: Encoded) -> None:
         kind, job = self._dispatch(to_self(self.number, kind, call_id, encoded))

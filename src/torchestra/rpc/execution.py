@@ -50,6 +50,8 @@ class Worker(rref_context.Worker, Protocol):
     endpoint: Endpoint | None
     checks: set[Callable[[], None]]
     pending: dict[int, PendingCall]
+    calls_made: int
+    sent_bytes: int
 
     def read(self, message: Message, header: IncomingHeader) -> Any:
         """Return the content of a message that has a header."""
@@ -158,6 +160,7 @@ class CallExecutor:
             agent.send(source, kind, call_id, encoded)
         else:
             agent.endpoint.send(source, kind, call_id, encoded.parts, encoded)
+            agent.sent_bytes += encoded.nbytes
 
     def _encode_returned(
         self, source: int, result: torch.Tensor, buffers: SharedBufferPool
@@ -193,10 +196,15 @@ def _leave_value(owned: OwnerRRef, result: Any) -> ProfiledResult | None:
 
 
 def _write_present(agent: Worker) -> None:
-    """Write into the worker's flight record how many calls it waits for, and how many references it has."""
+    """Write into the worker's flight record what it has sent, what it waits for, and its references."""
     context = agent.router.context
     record = context.arena.record(context.rank)
     owned, used = agent.rrefs.alive()
-    context.arena.store_word(record + at.CALLS_IN_FLIGHT, len(agent.pending))
-    context.arena.store_word(record + at.REFERENCES_OWNED, owned)
-    context.arena.store_word(record + at.REFERENCES_USED, used)
+    for word, number in (
+        (at.CALLS_IN_FLIGHT, len(agent.pending)),
+        (at.REFERENCES_OWNED, owned),
+        (at.REFERENCES_USED, used),
+        (at.CALLS_MADE, agent.calls_made),
+        (at.CALLS_SENT_BYTES, agent.sent_bytes + agent.router.shared_buffers.shared_bytes),
+    ):
+        context.arena.store_word(record + word, number)

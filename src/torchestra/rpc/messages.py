@@ -44,6 +44,12 @@ class Encoded(NamedTuple):
     text: bytes
     keep: object
 
+    @property
+    def nbytes(self) -> int:
+        """Return how much is sent, what lies in shared buffers left out."""
+        parts = self.parts
+        return parts[0][1] if len(parts) == 1 else sum(length for _, length in parts)
+
 
 def address_of(text: bytes) -> int:
     """Return where the bytes of a bytes object lie (in CPython, which torch needs as well)."""

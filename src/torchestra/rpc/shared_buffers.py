@@ -38,10 +38,15 @@ _PAST_CACHES_FROM = 16 << 20  # what is smaller, the receiver reads faster if it
 
 
 class SharedBufferPool:
-    """Shares buffers of one worker's heap, and opens those of others."""
+    """Shares buffers of one worker's heap, and opens those of others.
+
+    Attributes:
+        shared_bytes: how much it has copied into buffers.
+    """
 
     def __init__(self, context: RankContext) -> None:
         self.rank = context.rank
+        self.shared_bytes = 0
         self._arena = context.arena
         self._heap: Heap = context.heap
         self._opened: dict[int, _OpenBuffer] = {}  # by the address of their memory
@@ -72,6 +77,7 @@ class SharedBufferPool:
             ctypes.memmove(target, address, length)
         else:
             copy_past_caches(target, address, length)
+        self.shared_bytes += length
         return offset
 
     def sharer(self, taken: dict[int, None]) -> Callable[[int, int], int]:

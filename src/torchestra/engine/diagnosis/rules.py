@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchestra.engine.diagnosis.facts import LockWait, PastMessage, Process, RankFacts, UserFrame
 from torchestra.engine.diagnosis.wait_graph import WaitGraph
 from torchestra.engine.p2p.tags import ARRIVED, PASSED
-from torchestra.errors import named
+from torchestra.errors import named_globally
 
 _MAX_DISK = 0.5
 _MANY_FAULTS = 20.0
@@ -55,6 +55,9 @@ class Case:
 
     def __init__(self, facts: Sequence[RankFacts], waiting: int) -> None:
         self.facts = {each.rank: each for each in facts}
+        self._global_ranks = {
+            each.rank: each.rank if each.global_rank < 0 else each.global_rank for each in facts
+        }
         self.waiting = self.facts.get(waiting)
         self.graph = WaitGraph(facts)
         self.culprits = [self.facts[rank] for rank in self.graph.culprits(waiting)]
@@ -88,6 +91,10 @@ class Case:
         does = "received" if message.kind == "send" else "sent"
         return f"{does} what {waiter} waits for in {message.text} {waiter.site}"
 
+    def named(self, ranks: Sequence[int]) -> str:
+        """Return ranks as messages name them, with their global numbers if these are others."""
+        return named_globally(ranks, {rank: self._global_ranks.get(rank, rank) for rank in ranks})
+
     def waiters(self) -> Iterator[RankFacts]:
         """Yield the ranks that wait in a collective of the group."""
         return (each for each in self.facts.values() if each.running is not None)
@@ -97,7 +104,7 @@ def _silent_host(case: Case) -> Diagnosis | None:
     silent = [each for each in case.facts.values() if each.presence == "silent"]
     if not silent:
         return None
-    names = named(_ranks(silent))
+    names = case.named(_ranks(silent))
     seen = f"; {silent[0]} was {silent[0].last_seen}" if silent[0].last_seen else ""
     waits = f"; {case.waiting} waits {case.waiting.site}" if case.waiting is not None else ""
     hosts = ", ".join(dict.fromkeys(each.host for each in silent))
@@ -332,19 +339,19 @@ def _stalled(case: Case) -> Diagnosis | None:
         return None
     parts: dict[str, list[int]] = {}
     for each in case.facts.values():
-        parts.setdefault(_part(each, call.number), []).append(each.rank)
-    told = "; ".join(f"{named(ranks)}: {part}" for part, ranks in parts.items())
+        parts.setdefault(_part(case, each, call.number), []).append(each.rank)
+    told = "; ".join(f"{case.named(ranks)}: {part}" for part, ranks in parts.items())
     text = f"all ranks have called operation {call.number}, {call.text}, and it does not end: {told}"
     return Diagnosis("stalled operation", (), text, certain=False)
 
 
-def _part(facts: RankFacts, number: int) -> str:
+def _part(case: Case, facts: RankFacts, number: int) -> str:
     """Return how far a rank is in an operation that it has called."""
     call = facts.running
     if call is None or call.number > number:
         return f"through with it, {facts.site}"
     if call.waits_for is not None:
-        return f"in it, waits for rank {call.waits_for}"
+        return f"in it, waits for {case.named((call.waits_for,))}"
     return f"in it, waits for {'ranks of other hosts, or none' if facts.host else 'none'}"
 
 

@@ -48,7 +48,7 @@ from torchestra.engine.multihost.store_registers import left_behind
 from torchestra.engine.multihost.suspicion import PINGS_PER_BOUND, SuspicionTimers
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record, waits_for_other_hosts
-from torchestra.errors import RankFailedError, named
+from torchestra.errors import RankFailedError, named_globally
 from torchestra.store import Store
 from torchestra.store.unreadable import UNREADABLE
 from torchestra.system.limits import start_thread
@@ -239,9 +239,9 @@ class FailureDetector:
         ):
             context.abort(gone_on)
             return
+        who = f"host {self.hosts.names[host]} with {named_globally(ranks, context.global_ranks)}"
         context.abort(
-            f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
-            " it is down, or the network to it is",
+            f"{who} has been silent for {self.bound:g} s: it is down, or the network to it is",
             ranks,
             lambda: hang_report([self._silence(host)], context.group_rank),
         )

@@ -163,6 +163,8 @@ class RankRecord:
         calls_in_flight: of an RPC worker, calls whose answer it waited for some 50 ms ago.
         references_owned, references_used: of the same moment, remote references whose value it had, and those
             that it had to values of others.
+        calls_made: of an RPC worker, until then, those of its own references included.
+        calls_sent_bytes: what it had sent to other workers, in calls and answers.
     """
 
     rank: int
@@ -186,11 +188,18 @@ class RankRecord:
     calls_in_flight: int = 0
     references_owned: int = 0
     references_used: int = 0
+    calls_made: int = 0
+    calls_sent_bytes: int = 0
 
     @property
     def last_operation(self) -> FlightEntry | None:
         """Return the collective that it is in, or was in last."""
         return self.operations[-1] if self.operations else None
+
+    @property
+    def is_rpc_worker(self) -> bool:
+        """Return whether it has made or executed calls, or has references."""
+        return bool(self.calls or self.calls_made or self.references_owned)
 
     @property
     def running_message(self) -> FlightEntry | None:

@@ -238,6 +238,8 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
         calls_in_flight=arena.load_word(record + at.CALLS_IN_FLIGHT),
         references_owned=arena.load_word(record + at.REFERENCES_OWNED),
         references_used=arena.load_word(record + at.REFERENCES_USED),
+        calls_made=arena.load_word(record + at.CALLS_MADE),
+        calls_sent_bytes=arena.load_word(record + at.CALLS_SENT_BYTES),
     )
 
 

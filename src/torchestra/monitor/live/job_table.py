@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 SORTS = ("rank", "waiting", "ops/s", "bytes/s")
 """By what the ranks of a group can be sorted; all but the first with the largest first."""
 
-_COLUMNS = ("rank", "pid", "no.", "operation", "for so long", "ops/s", "bytes/s", "waiting", "for")
+_COLUMNS = ("rank", "pid", "no.", "operation", "for so long")
+_RATES, _CALL_RATES = ("ops/s", "bytes/s"), ("calls/s", "executed/s", "sent/s")
+_WAITS = ("waiting", "for")
 _MAX_RANKS_SHOWN = 64
 
 
@@ -62,8 +64,8 @@ def sorted_local_ranks(change: Change, sort: str) -> list[int]:
     local_ranks = list(range(len(change.after.record.ranks)))
     of_rate = {
         "waiting": lambda local_rank: change.rates[local_rank].waiting,
-        "ops/s": lambda local_rank: change.rates[local_rank].operations,
-        "bytes/s": lambda local_rank: change.rates[local_rank].bytes,
+        "ops/s": lambda local_rank: change.rates[local_rank].all_operations,
+        "bytes/s": lambda local_rank: change.rates[local_rank].all_bytes,
     }
     return sorted(local_ranks, key=of_rate[sort], reverse=True) if sort in of_rate else local_ranks
 
@@ -113,7 +115,8 @@ def _table(change: Change, sort: str, marked: int | None, room: int) -> Table:
     table = Table(
         title=Text(f"group {record.group!r}{where}"), title_justify="left", box=None, header_style="bold"
     )
-    for name in _COLUMNS:
+    of_rpc = any(rank.is_rpc_worker for rank in record.ranks)
+    for name in (*_COLUMNS, *(_CALL_RATES if of_rpc else _RATES), *_WAITS):
         table.add_column(name, justify="left" if name == "operation" else "right", no_wrap=True)
     local_ranks = sorted_local_ranks(change, sort)
     at = next(
@@ -124,20 +127,23 @@ def _table(change: Change, sort: str, marked: int | None, room: int) -> Table:
     for local_rank in local_ranks[first : first + room]:
         rank = record.ranks[local_rank]
         style = ("" if group.alive[local_rank] else "red") + (" reverse" if rank.rank == marked else "")
-        cells = _row(rank, change.rates[local_rank], group.alive[local_rank], record.taken)
+        cells = _row(rank, change.rates[local_rank], group.alive[local_rank], record.taken, of_rpc)
         table.add_row(*cells, style=style.strip())
     if len(local_ranks) > room:
         table.caption = f"and {len(local_ranks) - room} more ranks (--json has all)"
     return table
 
 
-def _row(rank: RankRecord, rate: RankRates, alive: bool, now: float) -> list[str]:
+def _row(rank: RankRecord, rate: RankRates, alive: bool, now: float, of_rpc: bool) -> list[str]:
     first = [str(rank.rank), str(rank.pid)]
     if rank.presence == "absent":
         return [*first, "", "has not come yet"]
     entry = current_entry(rank)
     number, doing, long = "", "nothing yet", ""
-    if entry is not None:
+    if of_rpc and (entry is None or entry.ended is not None):
+        calls = "1 call" if rank.calls_in_flight == 1 else f"{rank.calls_in_flight} calls"
+        doing = f"RPC, waits for {calls}" if rank.calls_in_flight else "RPC"
+    elif entry is not None:
         number, doing = str(entry.number), str(entry)
         if entry.ended is None:
             long = duration(now - entry.started)
@@ -149,13 +155,15 @@ def _row(rank: RankRecord, rate: RankRates, alive: bool, now: float) -> list[str
     if rank.presence == "left":
         doing = "has left the group"
     awaited = rate.awaited
+    amounts = [f"{rate.operations:,.0f}", data(rate.bytes)]
+    if of_rpc:
+        amounts = [f"{rate.calls_made:,.0f}", f"{rate.calls_executed:,.0f}", data(rate.calls_sent_bytes)]
     return [
         *first,
         number,
         doing,
         long,
-        f"{rate.operations:,.0f}",
-        data(rate.bytes),
+        *amounts,
         f"{rate.waiting:.0%}",
         "" if awaited is None else f"rank {awaited}",
     ]

@@ -36,6 +36,11 @@ def rank_page(change: Change, local_rank: int) -> Iterator[RenderableType]:
         f"{rate.operations:,.0f} operations and {data(rate.bytes)} a second, {rate.waiting:.0%} of the time"
         " waiting"
     )
+    if rank.is_rpc_worker:
+        yield Text(
+            f"{rate.calls_made:,.0f} calls by RPC made and {rate.calls_executed:,.0f} executed a second,"
+            f" {data(rate.calls_sent_bytes)} a second sent in calls and answers"
+        )
     if told := _present(rank):
         yield Text(told)
     before = None if change.before is None else change.before.processes[local_rank]
@@ -44,7 +49,9 @@ def rank_page(change: Change, local_rank: int) -> Iterator[RenderableType]:
     yield from _entries("last operations", rank.operations, record.taken)
     yield from _entries("last messages", rank.messages, record.taken)
     yield from _waits(rank, rate)
-    yield from _bandwidths(None if change.before is None else change.before.record.ranks[local_rank], rank)
+    earlier = None if change.before is None else change.before.record.ranks[local_rank]
+    yield from _bandwidths(earlier, rank)
+    yield from _calls(earlier, rank)
 
 
 def _now(rank: RankRecord, now: float, alive: bool) -> str:
@@ -149,6 +156,23 @@ def _bandwidths(before: RankRecord | None, rank: RankRecord) -> Iterator[Table]:
             duration(tally.seconds / tally.calls),
             f"{data(tally.nbytes / seconds)}/s",
             f"{tally.waited / seconds:.0%}",
+        )
+    yield table
+
+
+def _calls(before: RankRecord | None, rank: RankRecord) -> Iterator[Table]:
+    """Return a table of the calls that it has executed by RPC, if there are any."""
+    if not rank.calls:
+        return
+    earlier = {} if before is None else {(each.caller, each.function): each.calls for each in before.calls}
+    table = _table("calls executed", ("caller", "function", "calls", "since", "mean time"), left=(1,))
+    for each in sorted(rank.calls, key=lambda each: -each.seconds)[:_MAX_TALLIES]:
+        table.add_row(
+            "several" if each.caller < 0 else f"rank {each.caller}",
+            each.function,
+            f"{each.calls:,}",
+            "" if before is None else f"+{each.calls - earlier.get((each.caller, each.function), 0):,}",
+            duration(each.seconds / each.calls),
         )
     yield table
 
