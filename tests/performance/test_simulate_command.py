@@ -136,7 +136,7 @@ def test_tables(calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--operations", "barrier", "--sweep", "buckets"], "is for a training step"),
         (["--gradients", "0"], "must be above 0"),
         (["--gradients", "1MB", "--compute", "nan"], "--compute must be >= 0"),
-        (["--record", "nowhere.json"], "nowhere.json is not a trace"),
+        (["--record", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["--operations", "all_to_all_single:1MB", "--hosts", "100"], "is simulated on up to 64 ranks"),
     ],
 )

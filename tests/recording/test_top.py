@@ -25,13 +25,17 @@ from test_rates import ENTRY, RECEIVE, group, rank
 from interrupts import lose_an_interrupt
 from torchestra.cli import main
 from torchestra.engine.diagnosis import process_counts
+from torchestra.engine.diagnosis.facts import to_json
 from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import ExecutedCalls, HostRecord, RankRecord, Tally
 from torchestra.monitor import top
+from torchestra.monitor.live.job_table import group_tables
 from torchestra.monitor.live.keyboard import Keyboard
+from torchestra.monitor.live.rank_page import rank_page
 from torchestra.monitor.live.recording import Recording, RecordingWriter
-from torchestra.monitor.live.samples import GroupSample, JobSample, JobSampler
+from torchestra.monitor.live.samples import GroupSample, JobSample, JobSampler, changes
 from torchestra.monitor.live.screen import Screen
+from torchestra.notebook.live_view import ViewPage, as_html
 from torchestra.system.interrupts import Interrupts
 from warm_programs import WarmProgram
 
@@ -192,6 +196,40 @@ def test_a_replay_can_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count('"job": 4') == 2
 
 
+def edited(number: int, **changes: object) -> bytes:
+    """A sample whose first group is another, as a file has it."""
+    own = replace(sample(number).groups[0], **changes)  # type: ignore[arg-type]
+    return zlib.compress(to_json(replace(sample(number), groups=(own,))).encode())
+
+
+def test_texts_are_shown_as_they_are_and_no_terminal_obeys_them() -> None:
+    hostile = "[/red] \x1b[2J<script>"
+    calls = (ExecutedCalls(1, hostile, 0, 0.0),)
+    ranks = (rank(0, 1, operations=(replace(ENTRY, kind=hostile),), calls=calls),)
+    record = replace(group(100.0, *ranks), group=hostile, aborted=hostile)
+    own = GroupSample("1", record, (True,), (hostile,), (None,))
+    whole, screen = replace(sample(0), command=hostile, groups=(own,)), Screen(replays=False)
+    pages = text_of(screen, whole)
+    press(screen, "enter")
+    pages += text_of(screen, whole)
+    assert pages.count("[/red] \\x1b[2J<script>") >= 4
+    assert "\x1b" not in pages
+    html = as_html(
+        ViewPage("all", [*group_tables(changes(whole, whole)), *rank_page(*changes(whole, whole), 0)])
+    )
+    assert "&lt;script&gt;" in html
+    assert "<script>" not in html
+
+
+@pytest.mark.parametrize("columns", [1, 20])
+def test_a_narrow_terminal_is_drawn_on(columns: int) -> None:
+    screen = Screen(replays=False)
+    for key in ("escape", "enter", "?"):
+        press(screen, key)
+        console = Console(file=io.StringIO(), width=columns, force_terminal=True)
+        console.print(screen.draw(sample(0), sample(1), 5, "sample 2 of 3"))
+
+
 def damage(path: Path, statement: str, *values: object) -> None:
     with closing(sqlite3.connect(path)) as file:
         file.execute(statement, values)
@@ -210,6 +248,18 @@ def damage(path: Path, statement: str, *values: object) -> None:
         ("UPDATE samples SET json = ?", 5, "sample 1 of 3 is damaged"),
         ("UPDATE samples SET json = ?", zlib.compress(b'{"pid": "x"}'), "sample 1 of 3 is damaged"),
         ("UPDATE samples SET json = ?", zlib.compress(b"[]"), "sample 1 of 3 is damaged"),
+        ("UPDATE samples SET json = ?", edited(0, alive=()), "has not as many values as ranks"),
+        ("UPDATE samples SET json = ?", edited(0, record=group(1.0, rank(0, 2))), "has not as many values"),
+        (
+            "UPDATE samples SET json = ?",
+            zlib.compress(to_json(replace(sample(0), membership="{")).encode()),
+            "damaged",
+        ),
+        (
+            "UPDATE samples SET json = ?",
+            zlib.compress(to_json(replace(sample(0), membership="{}")).encode()),
+            "damaged",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused(

@@ -512,6 +512,52 @@ dist.all_reduce(torch.ones(23))
 """
 
 
+def damaged_trace(path: Path, name: str, value: object) -> Path:
+    """A trace of two ranks, in whose first operation, or else whose first group, a value is another."""
+    said = {"number": 1, "bytes": 4, "state": "done", "waited_us": 1.0, "waited_for": 1, "op": "SUM"}
+    group = {"name": "g", "group": "g", "size": 2}
+    event = {"ph": "X", "name": "all_reduce", "pid": 1, "tid": 0, "ts": 5.0, "dur": 2.0, "args": said}
+    for part in (said, group, event):
+        part.update({name: value} if name in part else {})  # type: ignore[attr-defined]
+    names = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": group}]
+    names += [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": rank, "args": {"name": "r", "pid": 9 + rank}}
+        for rank in range(2)
+    ]
+    path.write_text(json.dumps({"traceEvents": [*names, event]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("bytes", bad) for bad in (None, "many", -1, 1e308, 1 << 70, True)),
+        *(("waited_for", bad) for bad in (2, -1, "rank 1", [])),
+        *(("size", bad) for bad in (1, 1 << 40, "two")),
+        *((name, float("nan")) for name in ("waited_us", "ts", "dur")),
+        ("tid", 2),
+        ("op", {}),
+        ("state", None),
+    ],
+)
+def test_a_damaged_trace_is_refused_in_one_line(
+    name: str, value: object, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = damaged_trace(tmp_path / "kept.json", "none", None)
+    assert run(capsys, "report", "--from", str(path))[0] == 0, "it is right before"
+    code, text = run(capsys, "report", "--from", str(damaged_trace(path, name, value)))
+    assert code == 1
+    assert text.startswith(f"torchestra report: {path} is not a trace that torchestra has written, or it is")
+    assert text.count("\n") == 1
+
+
+def test_what_a_terminal_obeys_is_not_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = damaged_trace(tmp_path / "kept.json", "name", "\x1b[2J[red]")
+    code, text = run(capsys, "report", "--from", str(path))
+    assert code == 0, text
+    assert "\x1b" not in text
+
+
 def test_the_launcher_keeps_the_record_of_a_job_that_fails(tmp_path: Path) -> None:
     """Of all its groups, though the ranks that are left are ended at once."""
     script, kept = tmp_path / "fails.py", tmp_path / "kept"

@@ -7,21 +7,22 @@ TORCHESTRA_RECORD and ``torchestra run --record``.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchestra.engine.recorder.flight_record import read_flight_record
+from torchestra.engine.recorder.formats.reading import read_traces
 from torchestra.engine.recorder.formats.rows import Table, table_of
 from torchestra.engine.recorder.formats.writing import FORMATS, write
-from torchestra.engine.recorder.trace import host_clock, merged, trace_of
+from torchestra.engine.recorder.trace import host_clock, trace_of
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.monitor.analysis.bandwidth import measure_copies
 from torchestra.monitor.analysis.summary import GroupAnalysis, analyse, sentences
 from torchestra.monitor.diagnosis import diagnose_groups, diagnoses_in, diagnosis_sentences
 from torchestra.monitor.jobs import choose_job
+from torchestra.monitor.live.units import printable
 from torchestra.monitor.process_samples import sample
 from torchestra.monitor.report_page import write_page
 
@@ -30,6 +31,7 @@ _SUFFIXES = (".json", *(form.suffix for form in FORMATS.values() if form.suffix)
 _PAGE = Path("report.html")
 _MAX_COPIES = 8
 _COPIES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+_LARGEST_COPY = 1 << 28  # larger ones are as fast, and take memory
 _EPILOG = """\
 Prints which rank the others wait for, and why, as far as can be seen. --html writes a page that shows it, for
 any browser. --out writes what other tools read: FILE.json is in Chrome's trace event format, for
@@ -97,17 +99,17 @@ def main(options: argparse.Namespace) -> int:
         if options.kept is None:
             trace, diagnoses = _live(options.job, options.seconds)
         else:
-            trace = merged(_kept(options.kept))
+            trace = read_traces(list(map(Path, options.kept)))
             diagnoses = diagnoses_in(trace)
         for sentence in diagnosis_sentences(diagnoses):
-            print(sentence)
+            print(printable(sentence))
         table = table_of(trace)
         analyses = analyse(table)
         copies = _copies(table, analyses)
         for analysis in analyses:
             print(f"group {analysis.group.name!r}, {analysis.group.size} ranks:")
             for sentence in sentences(analysis, copies):
-                print(f"  {sentence}")
+                print(printable(f"  {sentence}"))
         tracks = {(row.group, row.rank) for row in table.rows}
         groups = {group for group, _ in tracks}
         amount = f"{len(table.rows)} operations of {len(tracks)} ranks in {len(groups)} groups"
@@ -149,31 +151,9 @@ def _live(pid: int | None, seconds: float) -> tuple[dict[str, Any], list[tuple[s
 
 def _copies(table: Table, analyses: Sequence[GroupAnalysis]) -> dict[int, float] | None:
     """Return how fast this machine copies as many bytes as the operations move; None if it was another's."""
-    sizes = sorted({each.nbytes for analysis in analyses for each in analysis.bandwidths})
+    moved = {each.nbytes for analysis in analyses for each in analysis.bandwidths}
+    sizes = sorted(nbytes for nbytes in moved if nbytes <= _LARGEST_COPY)
     if not sizes or table.clock != host_clock():
         return None
     chosen = sizes[:: -(-len(sizes) // _MAX_COPIES)]
     return measure_copies(sorted({*chosen, sizes[-1], *_COPIES}))
-
-
-def _kept(paths: list[str]) -> list[dict[str, Any]]:
-    """Return the traces in files and directories."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if not files:
-        raise InvalidArgumentError(f"there are no traces (*.json) in {', '.join(paths)}")
-    return [_loaded(file) for file in files]
-
-
-def _loaded(path: Path) -> dict[str, Any]:
-    """Return a trace that this package has written (others have events of many more kinds)."""
-    try:
-        trace: dict[str, Any] = json.loads(path.read_bytes())
-        events = trace["traceEvents"]
-        if isinstance(events, list) and all({"ph", "pid", "tid", "name"} <= event.keys() for event in events):
-            table_of(trace)
-            return trace
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    raise InvalidArgumentError(f"{path} is not a trace that torchestra has written")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchestra.engine.operations import COLLECTIVES, DTYPE_BYTES
+from torchestra.engine.recorder.formats.reading import read_traces
 from torchestra.engine.recorder.formats.rows import Row, TracedGroup, table_of
-from torchestra.engine.recorder.trace import merged
 from torchestra.errors import InvalidArgumentError
 from torchestra.performance.workload import Operation, Pause
 
@@ -49,23 +48,7 @@ def read_job(paths: Sequence[Path]) -> RecordedJob:
     Raises:
         InvalidArgumentError: there are none, or one is something else.
     """
-    files: list[Path] = []
-    for path in paths:
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if not files:
-        raise InvalidArgumentError(f"there are no traces (*.json) in {', '.join(map(str, paths))}")
-    return job_of(merged([_read(file) for file in files]))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        trace = json.loads(path.read_bytes())
-        table_of(trace)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise InvalidArgumentError(
-            f"{path} is not a trace that torchestra has written ({error!r})"
-        ) from error
-    return dict(trace)
+    return job_of(read_traces(paths))
 
 
 def job_of(trace: dict[str, Any]) -> RecordedJob:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchestra.engine.recorder.flight_entries import RankRecord
 from torchestra.errors import named
 from torchestra.monitor.live.samples import Change, JobSample, current_entry
-from torchestra.monitor.live.units import data, duration
+from torchestra.monitor.live.units import data, duration, printable, shown
 from torchestra.monitor.rates import RankRates, straggler
 
 if TYPE_CHECKING:
@@ -31,12 +31,11 @@ def title(sample: JobSample) -> Text:
     from rich.text import Text
 
     head = f"job {sample.pid} "
-    return Text.assemble((head, "bold"), sample.command, overflow="ellipsis", no_wrap=True)
+    return Text.assemble((head, "bold"), printable(sample.command), overflow="ellipsis", no_wrap=True)
 
 
 def membership_lines(sample: JobSample) -> list[RenderableType]:
     """Return lines on the members and restarts of an elastic job, and on each rank that is not at work."""
-    from rich.text import Text
 
     told = json.loads(sample.membership)
     if told is None:
@@ -56,7 +55,7 @@ def membership_lines(sample: JobSample) -> list[RenderableType]:
             lines.append(
                 f"rank {member['rank']} (pid {member['pid']}): {member['state']}, {since}{why}{restarts}"
             )
-    return [Text(line, style="" if number == 0 else "yellow") for number, line in enumerate(lines)]
+    return [shown(line, "" if number == 0 else "yellow") for number, line in enumerate(lines)]
 
 
 def sorted_local_ranks(change: Change, sort: str) -> list[int]:
@@ -83,7 +82,6 @@ def group_tables(
         selected: a group's key, and the rank in it that is marked.
         room: for how many ranks of each group there is room; those around the one that is marked are shown.
     """
-    from rich.text import Text
 
     parts: list[RenderableType] = []
     for change in groups:
@@ -93,27 +91,26 @@ def group_tables(
             told = (
                 f"\nhost {group.host}, with {named(ranks)} of group {group.record.group!r}, does not answer"
             )
-            parts.append(Text(told, style="red"))
+            parts.append(shown(told, "red"))
             continue
         marked = selected[1] if selected is not None and selected[0] == group.key else None
         parts += ["", _table(change, sort, marked, room)]
         behind = straggler(list(change.rates))
         if behind is not None:
             rank, share = behind
-            parts.append(Text(f"the others wait for rank {rank}: {share:.0%} of their time", style="yellow"))
+            parts.append(shown(f"the others wait for rank {rank}: {share:.0%} of their time", "yellow"))
         if group.record.aborted is not None:
-            parts.append(Text(f"the group was aborted: {group.record.aborted}", style="red"))
+            parts.append(shown(f"the group was aborted: {group.record.aborted}", "red"))
     return parts
 
 
 def _table(change: Change, sort: str, marked: int | None, room: int) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     group, record = change.after, change.after.record
     where = f" on host {group.host}, {len(record.ranks)} of {record.size} ranks" if group.host else ""
     table = Table(
-        title=Text(f"group {record.group!r}{where}"), title_justify="left", box=None, header_style="bold"
+        title=shown(f"group {record.group!r}{where}"), title_justify="left", box=None, header_style="bold"
     )
     of_rpc = any(rank.is_rpc_worker for rank in record.ranks)
     for name in (*_COLUMNS, *(_CALL_RATES if of_rpc else _RATES), *_WAITS):
@@ -128,7 +125,7 @@ def _table(change: Change, sort: str, marked: int | None, room: int) -> Table:
         rank = record.ranks[local_rank]
         style = ("" if group.alive[local_rank] else "red") + (" reverse" if rank.rank == marked else "")
         cells = _row(rank, change.rates[local_rank], group.alive[local_rank], record.taken, of_rpc)
-        table.add_row(*cells, style=style.strip())
+        table.add_row(*map(shown, cells), style=style.strip())
     if len(local_ranks) > room:
         table.caption = f"and {len(local_ranks) - room} more ranks (--json has all)"
     return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import FlightEntry, RankRecord, Tally
 from torchestra.monitor.live.samples import Change
-from torchestra.monitor.live.units import data, duration
+from torchestra.monitor.live.units import data, duration, shown
 from torchestra.monitor.rates import RankRates
 
 if TYPE_CHECKING:
@@ -21,31 +21,27 @@ _BAR = 20
 
 def rank_page(change: Change, local_rank: int) -> Iterator[RenderableType]:
     """Return the parts of the page of a rank, by its index in the group's record."""
-    from rich.text import Text
-
     group, rank, rate = change.after, change.after.record.ranks[local_rank], change.rates[local_rank]
     record = group.record
     host = f" on host {group.host}" if group.host else ""
-    yield Text(f"rank {rank.rank} (pid {rank.pid}){host} of group {record.group!r}", style="bold")
-    yield Text(
-        _now(rank, record.taken, group.alive[local_rank]), style="" if group.alive[local_rank] else "red"
-    )
+    yield shown(f"rank {rank.rank} (pid {rank.pid}){host} of group {record.group!r}", "bold")
+    yield shown(_now(rank, record.taken, group.alive[local_rank]), "" if group.alive[local_rank] else "red")
     if group.lines[local_rank]:
-        yield Text(f"its program was {group.lines[local_rank]}")
-    yield Text(
+        yield shown(f"its program was {group.lines[local_rank]}")
+    yield shown(
         f"{rate.operations:,.0f} operations and {data(rate.bytes)} a second, {rate.waiting:.0%} of the time"
         " waiting"
     )
     if rank.is_rpc_worker:
-        yield Text(
+        yield shown(
             f"{rate.calls_made:,.0f} calls by RPC made and {rate.calls_executed:,.0f} executed a second,"
             f" {data(rate.calls_sent_bytes)} a second sent in calls and answers"
         )
     if told := _present(rank):
-        yield Text(told)
+        yield shown(told)
     before = None if change.before is None else change.before.processes[local_rank]
     elapsed_s = 0.0 if change.before is None else record.taken - change.before.record.taken
-    yield Text(_process(before, group.processes[local_rank], elapsed_s))
+    yield shown(_process(before, group.processes[local_rank], elapsed_s))
     yield from _entries("last operations", rank.operations, record.taken)
     yield from _entries("last messages", rank.messages, record.taken)
     yield from _waits(rank, rate)
@@ -118,7 +114,7 @@ def _entries(name: str, entries: tuple[FlightEntry, ...], now: float) -> Iterato
         awaited = "" if entry.waited_for is None else f"rank {entry.waited_for}"
         began = f"{duration(now - entry.started)} ago"
         words = (str(entry.number), str(entry), entry.state, began, duration(took), duration(entry.waited))
-        table.add_row(*words, awaited)
+        table.add_row(*map(shown, words), awaited)
     yield table
 
 
@@ -148,12 +144,12 @@ def _bandwidths(before: RankRecord | None, rank: RankRecord) -> Iterator[Table]:
         size = "more" if tally.most_bytes is None else f"to {data(tally.most_bytes)}"
         seconds = max(tally.seconds, 1e-9)
         table.add_row(
-            f"{tally.kind} between hosts" if tally.remote else tally.kind,
+            shown(f"{tally.kind} between hosts" if tally.remote else tally.kind),
             size,
             f"{tally.calls:,}",
             "" if before is None else f"+{since:,}",
             data(tally.nbytes),
-            duration(tally.seconds / tally.calls),
+            duration(tally.seconds / max(1, tally.calls)),
             f"{data(tally.nbytes / seconds)}/s",
             f"{tally.waited / seconds:.0%}",
         )
@@ -169,10 +165,10 @@ def _calls(before: RankRecord | None, rank: RankRecord) -> Iterator[Table]:
     for each in sorted(rank.calls, key=lambda each: -each.seconds)[:_MAX_TALLIES]:
         table.add_row(
             "several" if each.caller < 0 else f"rank {each.caller}",
-            each.function,
+            shown(each.function),
             f"{each.calls:,}",
             "" if before is None else f"+{each.calls - earlier.get((each.caller, each.function), 0):,}",
-            duration(each.seconds / each.calls),
+            duration(each.seconds / max(1, each.calls)),
         )
     yield table
 
@@ -183,9 +179,8 @@ def _kind(tally: Tally) -> tuple[str, int | None, bool]:
 
 def _table(name: str, columns: tuple[str, ...], left: tuple[int, ...]) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=Text(f"\n{name}"), title_justify="left", box=None, header_style="bold")
+    table = Table(title=shown(f"\n{name}"), title_justify="left", box=None, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number in left else "right", no_wrap=True)
     return table

@@ -6,6 +6,7 @@ writer was killed can still be read, and so can any sample without those before 
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import zlib
 from pathlib import Path
@@ -17,6 +18,8 @@ from torchestra.monitor.live.samples import JobSample
 _APPLICATION = 0x746F7270  # SQLite's application_id: whose file it is
 _VERSION = 1
 _MAX_BYTES = 1 << 28  # of a sample
+_MEMBERSHIP = {"least", "most", "restarts", "restarted"}  # launcher/membership_file.py
+_MEMBER = {"rank", "pid", "state", "since", "last_failure", "restarts"}
 
 
 class RecordingWriter:
@@ -97,12 +100,34 @@ class Recording:
         query = "SELECT json FROM samples WHERE number = ?"
         try:
             (packed,) = self._file.execute(query, (self._numbers[index],)).fetchone()
-            return from_json(JobSample, zlib.decompressobj().decompress(packed, _MAX_BYTES))
-        except (sqlite3.Error, zlib.error, TypeError, ValueError) as error:
+            sample = from_json(JobSample, zlib.decompressobj().decompress(packed, _MAX_BYTES))
+            _check(sample)
+        except (sqlite3.Error, zlib.error, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidArgumentError(
                 f"--replay {self._path}: sample {index + 1} of {len(self.times)} is damaged: {error}"
             ) from error
+        return sample
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _check(sample: JobSample) -> None:
+    """Refuse a sample whose parts do not fit together.
+
+    Raises:
+        ValueError: they do not.
+    """
+    membership = json.loads(sample.membership)
+    members = [] if membership is None else membership["members"]
+    if any(_MEMBER - each.keys() for each in members) or (members and _MEMBERSHIP - membership.keys()):
+        raise ValueError("its membership is none")
+    for group in sample.groups:
+        record, ranks = group.record, group.record.ranks
+        sizes = {len(ranks), len(group.alive), len(group.lines), len(group.processes)}
+        if len(sizes) > 1 or any(len(rank.waited_for) != record.size for rank in ranks):
+            raise ValueError(f"group {record.group!r} has not as many values as ranks")
+        peers = (*(rank.rank for rank in ranks), *(rank.waiting_for or 0 for rank in ranks))
+        if not all(0 <= rank < record.size for rank in peers):
+            raise ValueError(f"group {record.group!r} has no such rank")

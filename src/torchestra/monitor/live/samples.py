@@ -142,7 +142,8 @@ def changes(before: JobSample | None, after: JobSample) -> list[Change]:
     found = []
     for group in after.groups:
         early = earlier.get(group.key)
-        if early is not None and len(early.record.ranks) != len(group.record.ranks):
+        shape = len(group.record.ranks), group.record.size
+        if early is not None and (len(early.record.ranks), early.record.size) != shape:
             early = None  # its host answers again, or no more
         compared = rates((early or group).record, group.record)
         found.append(Change(early, group, tuple(compared)))

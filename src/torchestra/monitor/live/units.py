@@ -1,6 +1,11 @@
-"""Seconds and bytes, as people read them."""
+"""Seconds, bytes and texts, as people read them."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -21,3 +26,15 @@ def data(amount: float) -> str:
             break
         amount /= 1000
     return f"{amount:.3g} {unit}"
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return a text of a program to be shown as it is: not as markup, and without what a terminal obeys."""
+    from rich.text import Text
+
+    return Text(printable(text), style=style)
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped, but for the ends of lines."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
