@@ -31,16 +31,6 @@ class RankRates:
     calls_sent_bytes: float = 0.0
 
     @property
-    def all_operations(self) -> float:
-        """Return the operations and calls per second."""
-        return self.operations + self.calls_made + self.calls_executed
-
-    @property
-    def all_bytes(self) -> float:
-        """Return the bytes per second of both."""
-        return self.bytes + self.calls_sent_bytes
-
-    @property
     def awaited(self) -> int | None:
         """Return the rank that this rank waited for most, if it waited."""
         most = max(range(len(self.waited_for)), key=self.waited_for.__getitem__)
@@ -85,13 +75,9 @@ def _rates(
         waiting=min(1.0, sum(shares)),
         waited_for=tuple(shares),
         calls_made=per_second(early.calls_made, late.calls_made),
-        calls_executed=per_second(_executed(early), _executed(late)),
+        calls_executed=per_second(*(sum(each.calls for each in rank.calls) for rank in (early, late))),
         calls_sent_bytes=per_second(early.calls_sent_bytes, late.calls_sent_bytes),
     )
-
-
-def _executed(rank: RankRecord) -> int:
-    return sum(each.calls for each in rank.calls)
 
 
 def _waits(rank: RankRecord, now: float) -> list[float]:

@@ -61,10 +61,11 @@ def membership_lines(sample: JobSample) -> list[RenderableType]:
 def sorted_local_ranks(change: Change, sort: str) -> list[int]:
     """Return the local ranks of a group's record, in the order in which they are shown."""
     local_ranks = list(range(len(change.after.record.ranks)))
+    rates = change.rates
     of_rate = {
-        "waiting": lambda local_rank: change.rates[local_rank].waiting,
-        "ops/s": lambda local_rank: change.rates[local_rank].all_operations,
-        "bytes/s": lambda local_rank: change.rates[local_rank].all_bytes,
+        "waiting": lambda rank: rates[rank].waiting,
+        "ops/s": lambda rank: rates[rank].operations + rates[rank].calls_made + rates[rank].calls_executed,
+        "bytes/s": lambda rank: rates[rank].bytes + rates[rank].calls_sent_bytes,
     }
     return sorted(local_ranks, key=of_rate[sort], reverse=True) if sort in of_rate else local_ranks
 

@@ -114,11 +114,7 @@ class Recording:
 
 
 def _check(sample: JobSample) -> None:
-    """Refuse a sample whose parts do not fit together.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Refuse a sample whose parts do not fit together, by a ValueError."""
     membership = json.loads(sample.membership)
     members = [] if membership is None else membership["members"]
     if any(_MEMBER - each.keys() for each in members) or (members and _MEMBERSHIP - membership.keys()):

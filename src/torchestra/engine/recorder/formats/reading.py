@@ -13,8 +13,8 @@ from torchestra.engine.recorder.trace import merged
 from torchestra.errors import InvalidArgumentError
 
 _EVENT_KEYS = {"ph", "pid", "tid", "name"}
-_MAX_RANKS = 1 << 20
-_RANKS = ("rank", "root", "peer", "waited_for", "callee")
+_MAX_RANKS = 1 << 20  # not as many
+_RANKS = ("rank", "root", "peer", "waited_for", "callee", "caller", "size")
 _MAY_BE_NEGATIVE = ("tag", "caller")
 
 
@@ -48,23 +48,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(table: Table) -> None:
-    """Refuse values that no record has: JSON has any.
-
-    Raises:
-        ValueError, TypeError: there is one.
-    """
+    """Refuse values that no record has (JSON has any), by a ValueError or a TypeError."""
     if not isinstance(table.clock, str) or not math.isfinite(table.epoch_us):
         raise ValueError("its clock is none")
     sizes: dict[int, int] = {}
     for group in table.groups:
-        if type(group.name) is not str or type(group.size) is not int or not 0 <= group.size <= _MAX_RANKS:
-            raise ValueError(f"a group of {group.size!r:.50} ranks")
-        if any(type(rank) is not int or not 0 <= rank < group.size for rank in group.pids):
-            raise ValueError(f"a rank that is not in its group of {group.size}")
-        if any(type(pid) is not int for pid in group.pids.values()) or not all(
-            isinstance(host, str) for host in group.hosts.values()
+        _check_value("size", group.size, (int,), _MAX_RANKS)
+        for name, kind, values in (
+            ("rank", int, group.pids.keys()),
+            ("pid", int, group.pids.values()),
+            ("host", str, (group.name, *group.hosts.values())),
         ):
-            raise ValueError("a rank without a process")
+            for value in values:
+                _check_value(name, value, (kind,), group.size)
         sizes[group.number] = group.size
     rows_of_kinds: Sequence[Sequence[Any]] = (table.rows, table.spans, table.samples, table.calls)
     for rows in rows_of_kinds:
@@ -75,13 +71,11 @@ def _check(table: Table) -> None:
 
 
 def _check_value(name: str, value: object, kinds: tuple[type, ...], size: int) -> None:
-    if type(value) not in kinds:
+    if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
         raise TypeError(f"{name} is {value!r:.50}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} is {value}")
     if isinstance(value, int):
         least = -(1 << 63) if name in _MAY_BE_NEGATIVE else 0
-        bound = size if name in _RANKS or name == "caller" else 1 << 63
+        bound = size if name in _RANKS else 1 << 63
         if not least <= value < bound:
             raise ValueError(f"{name} is {value}")
 
