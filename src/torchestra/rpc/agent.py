@@ -205,8 +205,7 @@ class Agent:
         call_id, call, outgoing = 0, None, _OutgoingCall()
         try:
             encoded = plain.encode_call(function, args, kwargs) if scope is None and creates is None else None
-            if encoded is None:
-                encoded = self._encode_call(outgoing, to, function, args, kwargs, scope, creates)
+            encoded = encoded or self._encode_call(outgoing, to, function, args, kwargs, scope, creates)
             call_id = self.calls_made = next(self._call_ids)
             timeout_s = self.timeout if timeout < 0 else timeout
             make = PendingCall if waits else FutureCall

@@ -4,8 +4,7 @@ Within a host they go through the mailbox of the arena. To another host the send
 request to send); a small message is in that, and the first megabyte of a larger one. The receiver matches
 what is announced with what it wants, in the order of both, by source and tag. What remains of a large message
 is sent when the receiver says that it may be (clear to send). So there is no gap on the network until then,
-and a receiver holds at most some megabytes of unexpected data from each sender: beyond that the senders wait
-for the receiver.
+and a receiver holds at most some megabytes of unexpected data from each sender: beyond that the senders wait.
 
 A send has ended when the tensor may be changed: at once if all of it is announced, else when the receiver
 confirms that it has it. A rank that leaves waits until what it has sent has come.
