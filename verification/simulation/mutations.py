@@ -226,7 +226,7 @@ def _note_nothing(_: Context, __: int) -> None:
 def _release_here_alone(self: ContextContainer, context_id: int) -> None:
     context = self._all.pop(context_id, None)
     if context is not None:
-        context.release()
+        context.release(context.end_note)
 
 
 def _ask_nobody(self: ContextContainer, rank: int) -> None:

@@ -4,6 +4,9 @@ A worker makes its part of a context at the first call within it, and removes it
 context releases it: every worker passes the release on to those it has called within the context, or told of
 a pass. Where a worker is gone, those that it may have called are told by the worker that made the context.
 
+A worker that loses the maker of a context ends its part, and tells its neighbours so. Others may have their
+connection still: these end their passes in the context, which lack that part, and keep the rest of it.
+
 The contexts of a worker are the scope of its messages (rpc/message_scope.py), which this module installs.
 """
 
@@ -16,15 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchestra.autograd import orphans
 from torchestra.autograd.gradients import Gradients
+from torchestra.autograd.graph import check_roots
 from torchestra.autograd.graph_task import GraphTask, Key, Note
 from torchestra.autograd.send_recv import RecvRpc, SendRpc, record_recv, record_send
-from torchestra.errors import BackwardError, RpcError
+from torchestra.errors import RpcError, WorkerFailedError
 from torchestra.rpc.agent import Agent, install_scope
 from torchestra.rpc.message_scope import MessageScope
-
-_COUNT_BITS = 48
-MAX_COUNT = (1 << _COUNT_BITS) - 1
 
 _POLL_SECONDS = 0.1
 
@@ -42,7 +44,7 @@ class Context:
         tasks: the backward passes that run here.
         too_late: by pass that this worker does not know of yet, its messages that take no part in it; each
             after its receiver.
-        released: whether it has ended.
+        released: whether it has ended; end_note: what those called are told of that.
         turn: held by the thread that runs a pass that begins here.
     """
 
@@ -59,6 +61,7 @@ class Context:
         self.finished: dict[Key, None] = {}
         self.too_late: dict[Key, list[tuple[int, int]]] = {}
         self.released = False
+        self.end_note = Note(context_id, "release")
         self.turn = threading.Lock()
         self.lock = threading.Lock()
         self.seen = 0
@@ -94,7 +97,7 @@ class Context:
     def tell_release(self, to: int) -> None:
         """Tell a worker that was called or started if the context was released meanwhile."""
         if self.released:
-            self.contexts.tell(to, Note(self.context_id, "release"))
+            self.contexts.tell(to, self.end_note)
 
     def note_recv(self, source: int, message: int, tensors: list[torch.Tensor]) -> None:
         """Record tensors received from a worker; an empty list if they could not be read."""
@@ -164,12 +167,12 @@ class Context:
             self.neighbours.add(rank)
             return True
 
-    def release(self) -> bool:
-        """End the context; return False if it had ended before."""
+    def release(self, note: Note) -> bool:
+        """End the context, of which those called are told by a note; return False if it had ended before."""
         with self.lock:
             if self.released:
                 return False
-            self.released = True
+            self.released, self.end_note = True, note
             tasks = tuple(self.tasks.values())
             sends = tuple(self.sends.values())
             self.sends.clear()
@@ -179,6 +182,13 @@ class Context:
             task.fail(self.contexts.not_found(self.context_id))
         del sends
         return True
+
+    def fail_passes(self, error: WorkerFailedError) -> None:
+        """End the passes that run here with an error."""
+        with self.lock:
+            tasks = tuple(self.tasks.values())
+        for task in tasks:
+            task.fail(WorkerFailedError(str(error), error.worker))
 
     # Users of torch.distributed inspect contexts by these names.
 
@@ -261,7 +271,7 @@ class ContextContainer(MessageScope):
         super().__init__(agent.info)
         self.agent = agent
         self.rank = agent.number
-        self._first = agent.number << _COUNT_BITS
+        self._first = agent.number << orphans.COUNT_BITS
         self._numbers = itertools.count(self._first)
         self._messages = itertools.count(self._first)
         self._passes = itertools.count()
@@ -271,7 +281,7 @@ class ContextContainer(MessageScope):
     @property
     def max_number(self) -> int:
         """Return the greatest number that a context made here can have."""
-        return self._first + MAX_COUNT
+        return self._first + orphans.MAX_COUNT
 
     def new(self) -> Context:
         """Make a context on this worker, and return it."""
@@ -295,12 +305,16 @@ class ContextContainer(MessageScope):
         """Return the context with a number.
 
         Raises:
-            RpcError: this worker does not have it.
+            RpcError: this worker does not have it, or not the whole of it: a call may have made it anew.
         """
         context = self._all.get(context_id)
-        if context is None:
+        if context is None or orphans.is_orphan(self.agent, context_id):
             raise self.not_found(context_id)
         return context
+
+    def not_found(self, scope_id: int) -> RpcError:
+        """See :class:`~torchestra.rpc.message_scope.MessageScope`."""
+        return orphans.not_found(self.agent, scope_id) or super().not_found(scope_id)
 
     def enter(self, mark: ContextMark, source: int, *, is_call: bool) -> Context | None:
         """Return the context of a received message; make it here if the message is a call."""
@@ -327,16 +341,20 @@ class ContextContainer(MessageScope):
 
     def release(self, context_id: int) -> None:
         """End a context, here and on all workers that this one has called, or told of a pass, within it."""
+        self._end(Note(context_id, "release"))
+
+    def _end(self, note: Note) -> None:
         with self._lock:
-            context = self._all.pop(context_id, None)
-        if context is not None and context.release():
-            for rank in context.called | context.started:
-                self.tell(rank, Note(context_id, "release"))
+            context = self._all.pop(note.context, None)
+        if context is not None and context.release(note):
+            waiting = tuple(context.neighbours) if note.what == "lost" else ()
+            for rank in (context.called | context.started).union(waiting) - {self.rank}:
+                self.tell(rank, note)
 
     def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Run a backward pass that begins here; see :func:`torchestra.autograd.backward`."""
         context = self.get(scope_id)
-        _check_roots(roots)
+        check_roots(roots)
         if torch._C._autograd._profiler_enabled():
             with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
                 self._run(context, roots, retain_graph)
@@ -374,10 +392,18 @@ class ContextContainer(MessageScope):
         context_id, what, key, content = note
         if what == "orphaned":
             self._adopt(source, context_id)
-            return
-        if key is None:
+        elif what == "lost":
+            self._lose_part(source, context_id, *content)
+        elif key is None:
             self.release(context_id)
-            return
+        elif what in ("gradients", "start") and orphans.is_orphan(self.agent, context_id):
+            self.tell(source, orphans.lost_note(self.agent, context_id))
+        else:
+            self._receive_of_pass(source, context_id, what, key, content)
+
+    def _receive_of_pass(
+        self, source: int, context_id: int, what: str, key: Key, content: tuple[Any, ...]
+    ) -> None:
         context = self._all.get(context_id)
         if what == "start" and context is None:
             # The call by which the sender knows this worker may come later: it is noted before it is sent.
@@ -427,11 +453,22 @@ class ContextContainer(MessageScope):
         It releases none any more on those that it has called: so these ask the worker that made the context.
         """
         for context_id, context in self._all.copy().items():
-            made_by = context_id >> _COUNT_BITS
-            if made_by == rank:
-                self.release(context_id)
-            elif made_by != self.rank and rank in context.neighbours:
-                self.tell(made_by, Note(context_id, "orphaned"))
+            if rank == orphans.made_by(context_id) or rank in context.neighbours:
+                self._end_or_ask(context_id)
+
+    def _end_or_ask(self, context_id: int) -> None:
+        """End a context if its maker is gone; else ask that one to release it here too."""
+        if orphans.is_orphan(self.agent, context_id):
+            self._end(orphans.lost_note(self.agent, context_id))
+        elif (maker := orphans.made_by(context_id)) != self.rank:
+            self.tell(maker, Note(context_id, "orphaned"))
+
+    def _lose_part(self, source: int, context_id: int, how: str) -> None:
+        """Note that another worker has ended its part, as the worker that made the context is gone for it."""
+        context = self._all.get(context_id)
+        if context is not None:
+            context.fail_passes(orphans.part_is_lost(self.agent, source, context_id, how))
+            self._end_or_ask(context_id)
 
     def _adopt(self, rank: int, context_id: int) -> None:
         """Release a context made here, when it ends, on a worker that nobody else tells."""
@@ -451,21 +488,6 @@ class ContextContainer(MessageScope):
             "num_current_backward_passes": sum(len(context.tasks) for context in contexts),
             "num_autograd_contexts": len(contexts),
         }
-
-
-def _check_roots(roots: Sequence[torch.Tensor]) -> None:
-    if not roots:
-        raise BackwardError("No tensors provided for gradient computation.")
-    for context_id, root in enumerate(roots):
-        if not root.requires_grad:
-            raise BackwardError(f"requires_grad not set on root {context_id}")
-        if root.numel() != 1:
-            raise BackwardError(
-                f"Root {context_id} is not a scalar, all roots need to be scalar; its shape is"
-                f" {tuple(root.shape)}"
-            )
-        if root.grad_fn is None:
-            raise BackwardError(f"Root {context_id} does not have a valid gradient function.")
 
 
 def contexts_of(agent: Agent) -> ContextContainer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,30 @@ from torch.overrides import TorchFunctionMode
 
 from torchestra.autograd.gradients import accumulate_in_contexts
 from torchestra.autograd.send_recv import RecvNode, SendNode
+from torchestra.errors import BackwardError
 
 _Accumulate: type = type(torch.empty((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _REENTRANT = "CheckpointFunctionBackward"
+
+
+def check_roots(roots: Sequence[torch.Tensor]) -> None:
+    """Check what a backward pass is to begin from.
+
+    Raises:
+        BackwardError: it cannot.
+    """
+    if not roots:
+        raise BackwardError("No tensors provided for gradient computation.")
+    for context_id, root in enumerate(roots):
+        if not root.requires_grad:
+            raise BackwardError(f"requires_grad not set on root {context_id}")
+        if root.numel() != 1:
+            raise BackwardError(
+                f"Root {context_id} is not a scalar, all roots need to be scalar; its shape is"
+                f" {tuple(root.shape)}"
+            )
+        if root.grad_fn is None:
+            raise BackwardError(f"Root {context_id} does not have a valid gradient function.")
 
 
 class ReachableNodes(NamedTuple):

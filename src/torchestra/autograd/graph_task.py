@@ -51,7 +51,8 @@ class Note(NamedTuple):
     """A message about a context between two workers.
 
     Attributes:
-        what: "release", "orphaned", or of a backward pass "start", "gradients", "late", "done" or "abort".
+        what: "release", "orphaned", "lost", or of a backward pass "start", "gradients", "late", "done" or
+            "abort".
         content: its arguments.
     """
 
@@ -167,6 +168,8 @@ class GraphTask:
         failed: ErrorRecord | None = None
         try:
             self._run(())
+            if self._failure is not None:
+                raise self._failure
         except BaseException as error:
             failed = describe(self._agent, error)
         self.context.end_task(self._key)
