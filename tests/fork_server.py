@@ -1,39 +1,50 @@
 """The server that forks the ranks of the tests that are processes.
 
-It is forked from the test process once, before there are any threads, and has torch and the kernels loaded.
-It finds functions by module and name, so they must be at a module's top level; it imports modules that it
-does not know once, before it forks.
+It is forked from the test process once, before there are any threads, and has torch, the kernels and all test
+modules loaded. It finds functions by module and name, so they must be at a module's top level.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import gc
 import os
 import pickle
-import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple
 
 import torch
 
-import torchestra as dist
 from forking import die_with_parent
+from rank_process import Request, Result, serve
+from torchestra.arguments.annotations import prepare_checks
 from torchestra.engine import warm_up
-from torchestra.store import FileStore
-
-# How long a rank waits for the others unless a test says otherwise.
-OP_SECONDS = 100.0
 
 _LOOK_S = 1.0  # how often the server looks whether the test process has ended
+_MOST_IDLE = 8  # processes that wait for a world
 
 _server: tuple[int, int, Connection] | None = None
+
+
+class World(NamedTuple):
+    """What the test process asks for.
+
+    Attributes:
+        fresh: whether its ranks are processes that have served no world, and serve no other.
+        call: the pickled function and its arguments.
+    """
+
+    path: list[str]
+    size: int
+    directory: str
+    timeout: float
+    init: bool
+    fresh: bool
+    call: bytes
 
 
 def start_server() -> Connection:
@@ -48,7 +59,7 @@ def start_server() -> Connection:
         if pid == 0:
             try:
                 ours.close()
-                _serve(theirs, tests)
+                _Server(theirs, tests).run()
             finally:
                 os._exit(1)  # whatever ends it must not go on in a copy of the tests' process
         theirs.close()
@@ -65,117 +76,104 @@ def _stop_server() -> None:
         _server = None
 
 
-def _serve(connection: Connection, tests: int) -> None:
-    """Fork worlds, one after the other, until the other end is closed or the test process has ended.
+class _Process(NamedTuple):
+    """A process that is a rank, or waits to be one."""
+
+    pid: int
+    connection: Connection
+
+    def end(self) -> int:
+        """Have it end, if it does not by itself; return its status."""
+        self.connection.close()
+        return os.waitpid(self.pid, 0)[1]
+
+
+class _Server:
+    """Make worlds, one after the other, until the other end is closed or the test process has ended.
 
     Another child of the test process may hold the other end open: so it is looked for its end as well. The
     ranks die with this process, whatever ends it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            while not connection.poll(_LOOK_S):
-                if os.getppid() != tests:
+
+    def __init__(self, connection: Connection, tests: int) -> None:
+        self._connection = connection
+        self._tests = tests
+        self._idle: list[_Process] = []
+        self._running: dict[Connection, tuple[int, _Process]] = {}  # rank and process
+
+    def run(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        prepare_checks()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                while not self._connection.poll(_LOOK_S):
+                    self._end_with_tests()
+                world: World = self._connection.recv()
+                sys.path[:] = world.path
+                try:
+                    pickle.loads(world.call)  # imports, once, what it needs
+                except BaseException:
+                    self._connection.send(traceback.format_exc())
+                    continue
+                self._serve(world)
+        os._exit(0)
+
+    def _end_with_tests(self) -> None:
+        if os.getppid() != self._tests:
+            os._exit(1)
+
+    def _serve(self, world: World) -> None:
+        ranks = [self._start(rank, world) for rank in range(world.size)]
+        self._connection.send([each.pid for each in ranks])
+        stay: list[_Process] = []
+        while self._running:
+            ready = wait([self._connection, *self._running], _LOOK_S)
+            self._end_with_tests()
+            for connection in ready:
+                if connection is self._connection:  # it has nothing to say now: the test process is gone
                     os._exit(1)
-            path, size, directory, timeout, init = pickle.loads(connection.recv_bytes())
-            sys.path[:] = path
-            request = connection.recv_bytes()
-            try:
-                fn, args = pickle.loads(request)
-            except BaseException:
-                connection.send(traceback.format_exc())
-                continue
-            _fork_world(connection, tests, size, directory, timeout, init, fn, args)
-    os._exit(0)
+                assert isinstance(connection, Connection)
+                self._receive(connection, stay)
+        untouched: bool = self._connection.recv()  # a signal may arrive after the rank's end
+        # Others of a world that failed may be in any state.
+        reusable = untouched and not world.fresh and len(stay) == world.size
+        kept = stay[: max(0, _MOST_IDLE - len(self._idle))] if reusable else []
+        self._idle += kept
+        for each in stay[len(kept) :]:
+            each.end()
 
+    def _receive(self, connection: Connection, stay: list[_Process]) -> None:
+        """Tell the tests how a rank ended, once it stays for another world or its process has ended."""
+        rank, process = self._running[connection]
+        try:
+            result: Result = connection.recv()
+        except (EOFError, OSError):
+            result = Result(b"", stays=False)
+        del self._running[connection]
+        if result.stays:
+            stay.append(process)
+        self._connection.send((rank, result.payload, 0 if result.stays else process.end()))
 
-def _fork_world(
-    connection: Connection,
-    tests: int,
-    size: int,
-    directory: str,
-    timeout: float,
-    init: bool,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    pipes: dict[int, int] = {}  # descriptor to read from: rank
-    pids = []
-    # A collection in a rank would write into all that the rank shares with the server, and so copy it.
-    gc.collect()
-    gc.freeze()
-    server = os.getpid()
-    for rank in range(size):
-        read, write = os.pipe()
+    def _start(self, rank: int, world: World) -> _Process:
+        request = Request(
+            rank, world.size, world.directory, world.timeout, world.init, world.path, world.call
+        )
+        process = self._idle.pop() if self._idle and not world.fresh else self._fork()
+        process.connection.send(request)
+        self._running[process.connection] = (rank, process)
+        return process
+
+    def _fork(self) -> _Process:
+        # A collection in a rank would write into all that the rank shares with the server, and so copy it.
+        gc.collect()
+        gc.freeze()
+        ours, theirs = Pipe()
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             die_with_parent(server)
-            connection.close()
-            for descriptor in (read, *pipes):
-                os.close(descriptor)
-            _be_rank(write, rank, size, directory, timeout, init, fn, args)
-        os.close(write)
-        pipes[read] = rank
-        pids.append(pid)
-    connection.send(pids)
-    chunks: list[list[bytes]] = [[] for _ in range(size)]
-    poll = select.poll()
-    poll.register(connection.fileno(), 0)  # only its end is looked for: the test process is gone
-    for descriptor in pipes:
-        poll.register(descriptor, select.POLLIN)
-    while pipes:
-        ready = poll.poll(1000 * _LOOK_S)
-        if os.getppid() != tests:
-            os._exit(1)
-        for descriptor, _ in ready:
-            if descriptor not in pipes:
-                os._exit(1)
-            rank = pipes[descriptor]
-            if piece := os.read(descriptor, 1 << 20):
-                chunks[rank].append(piece)
-                continue
-            poll.unregister(descriptor)
-            os.close(descriptor)
-            del pipes[descriptor]
-            _, status = os.waitpid(pids[rank], 0)
-            connection.send((rank, b"".join(chunks[rank]), status))
-
-
-def _be_rank(
-    write: int,
-    rank: int,
-    size: int,
-    directory: str,
-    timeout: float,
-    init: bool,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    """The whole life of a rank."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
-    os.environ["WORLD_DIRECTORY"] = directory
-    value, error, text = None, None, ""
-    try:
-        torch.set_num_threads(1)
-        store = FileStore(os.path.join(directory, "store"), size)
-        if init:
-            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=OP_SECONDS)
-            dist.group.WORLD.set_timeout(timeout)
-            value = fn(*args)
-        else:
-            value = fn(store, rank, size, *args)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except BaseException as caught:
-        error, text = caught, traceback.format_exc()
-    try:
-        payload = pickle.dumps((value, error, text))
-        pickle.loads(payload)
-    except Exception as unpicklable:
-        payload = pickle.dumps(
-            (None, AssertionError(f"{unpicklable!r} while pickling {value!r}, {error!r}\n{text}"), text)
-        )
-    with contextlib.suppress(OSError), os.fdopen(write, "wb") as file:
-        file.write(payload)
-    os._exit(0 if error is None else 1)
+            for each in (ours, self._connection, *self._running, *(idle.connection for idle in self._idle)):
+                each.close()
+            serve(theirs)
+        theirs.close()
+        return _Process(pid, ours)

@@ -48,13 +48,15 @@ def _worker(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, An
     return value
 
 
-def run(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """Call ``fn(rank, *args)`` on every worker; the results."""
+def run(
+    kind: str, size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False, **options: Any
+) -> list[Any]:
+    """Call ``fn(rank, *args)`` on every worker; the results. ``fresh`` as ``worlds.py`` has it."""
     if kind == "hosts":
         return worlds.run(
             "threads", size, _worker, fn, args, {"secret": SECRET, **options}, hosts=hosts(size)
         )
-    return worlds.run(kind, size, _worker, fn, args, options)
+    return worlds.run(kind, size, _worker, fn, args, options, fresh=fresh)
 
 
 def hosts(size: int) -> list[str]:

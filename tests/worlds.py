@@ -5,7 +5,8 @@ returned, by rank; the first rank's exception is raised. ``outcomes(...)`` retur
 instead, and :func:`processes` gives ranks that can be killed while they run. Every world has a hard time
 limit, after which its stacks are printed and it is ended.
 
-Process ranks are forked by a server (``fork_server.py``), so the functions must be at a module's top level.
+Process ranks are forked by a server (``fork_server.py``), so the functions must be at a module's top level;
+a process serves several worlds (``rank_process.py``).
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from typing import Any, NamedTuple
 import torch
 
 import torchestra as dist
-from fork_server import OP_SECONDS, start_server
+from fork_server import World, start_server
+from rank_process import OP_SECONDS
 from torchestra.engine import layout
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.store import HashStore
 from torchestra.world.registry import thread_rank
 
 KINDS = ("threads", "processes")
+
+# Whether a process may be a rank of several worlds; a folder's conftest.py may say no.
+processes_are_shared = True
 
 # How long a whole world may take.
 WORLD_SECONDS = 200.0
@@ -101,6 +106,7 @@ def outcomes(
     limit: float = WORLD_SECONDS,
     init: bool = True,
     hosts: Sequence[str] = (),
+    fresh: bool = False,
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank; how each ended.
 
@@ -110,10 +116,12 @@ def outcomes(
         init: whether the ranks are in a default group already. Without, a thread may call
             ``init_process_group()``, and ``fn`` in a process is given a FileStore, rank and size first.
         hosts: for threads, which host each pretends to be on; default: all on one.
+        fresh: whether processes are forked for this world and end with it. For functions that change what
+            ``rank_process.py`` does not undo, and such that look at a process's beginning or end.
     """
     if kind == "threads":
         return _run_threads(size, fn, args, timeout, limit, init, hosts or [""] * size)
-    with processes(size, fn, *args, timeout=timeout, init=init) as world:
+    with processes(size, fn, *args, timeout=timeout, init=init, fresh=fresh) as world:
         return world.finish(limit)
 
 
@@ -194,9 +202,11 @@ class ProcessWorld:
         self._directory = directory
         self._told: list[Outcome | None] = [None] * len(pids)
         self._running = set(range(len(pids)))
+        self._signalled = self._closed = False
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank, if it still runs."""
+        self._signalled = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[rank], number)
 
@@ -249,10 +259,14 @@ class ProcessWorld:
 
     def close(self) -> None:
         """Kill what still runs, and wait until it is gone."""
+        if self._closed:
+            return
+        self._closed = True
         for rank in self._running:
             self.signal(rank, signal.SIGKILL)
         while self._running:
             self._running.discard(self._connection.recv()[0])
+        self._connection.send(not self._signalled)  # whether the processes may serve other worlds
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -269,14 +283,20 @@ def _outcome_of(payload: bytes, exit_code: int) -> Outcome:
 
 @contextlib.contextmanager
 def processes(
-    size: int, fn: Callable[..., Any], *args: Any, timeout: float = OP_SECONDS, init: bool = True
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = OP_SECONDS,
+    init: bool = True,
+    fresh: bool = False,
 ) -> Iterator[ProcessWorld]:
     """Ranks that run ``fn(*args)`` in processes while the block runs; what then still runs is killed."""
     connection = start_server()
     directory = tempfile.mkdtemp(prefix="torchestra-test-")
     try:
-        connection.send_bytes(pickle.dumps((list(sys.path), size, directory, timeout, init)))
-        connection.send_bytes(pickle.dumps((fn, args)))
+        call = pickle.dumps((fn, args))
+        own = fresh or not processes_are_shared
+        connection.send(World(list(sys.path), size, directory, timeout, init, own, call))
         pids = connection.recv()
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)

@@ -124,7 +124,7 @@ def exchange_where_one_may_not() -> list[int]:
 
 @pytest.mark.skipif(_CALL is None, reason="the number of the system call is not known here")
 def test_where_the_system_refuses_one_rank_all_go_through_buffers() -> None:
-    assert run("processes", 2, exchange_where_one_may_not) == [[at.REFUSED, 0]] * 2
+    assert run("processes", 2, exchange_where_one_may_not, fresh=True) == [[at.REFUSED, 0]] * 2
 
 
 def read_what_cannot_be_read() -> list[bool]:

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+import worlds
 from fork_server import start_server
 
 
@@ -20,3 +21,9 @@ def _ranks_start_warm() -> None:
     importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)
     start_server()
+
+
+@pytest.fixture(autouse=True)
+def _processes_serve_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts the groups that a process has had, and what serves "gloo" is decided once in it."""
+    monkeypatch.setattr(worlds, "processes_are_shared", False)

@@ -253,7 +253,7 @@ def test_a_call_whose_tensors_find_no_memory_is_named() -> None:
 
 
 def test_a_name_that_does_not_exist_there_is_told() -> None:
-    rpc_workers.run("processes", 2, forget_a_name)
+    rpc_workers.run("processes", 2, forget_a_name, fresh=True)
 
 
 def call_each_other(rank: int) -> None:
