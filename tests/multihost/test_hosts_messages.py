@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -19,10 +20,12 @@ import torchestra as dist
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.p2p_request import P2PRequest
+from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.transport.control_frames import HELLO, HELLO_ACK, number_of, numbered
 from torchestra.transport.endpoint import EndpointRecord
+from torchestra.transport.framing import MessageAssembler
 from torchestra.transport.message import Message
 from torchestra.transport.pair import PairConnection
 from torchestra.transport.sockets import await_confirmed
@@ -253,6 +256,46 @@ def everybody_to_everybody_of(peer: int) -> None:
 def test_a_connection_that_breaks_loses_nothing(bridge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
     assert on_threads((1, 2), break_the_connection, bridge=bridge) == [1, 0, 1]
+
+
+def send_a_large_one(ports: list[int]) -> bool:
+    """Rank 0 sends something large to the last rank; return whether it comes whole. Others come after it."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    numbers = torch.arange(4 * MEGABYTE, dtype=torch.int32)
+    received = torch.zeros_like(numbers)
+    if rank in (0, last):
+        exchange_one(last - rank)
+    if rank == 0:
+        address = link_of(dist.group.WORLD)._loop.peers[last].endpoint.address
+        ports.append(int(address.rpartition(":")[2]))
+        dist.send(numbers, last)
+        numbers.fill_(-1)  # nothing that is still on its way may be seen
+    elif rank == last:
+        dist.recv(received, 0)
+    if rank in (0, last):
+        everybody_to_everybody_of(last - rank)
+    dist.barrier()
+    return rank != last or torch.equal(received, numbers)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "call"), [(PointToPoint, "_send_rest", 1), (MessageAssembler, "_fill", 60)]
+)
+def test_a_large_message_whose_connection_breaks_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
+) -> None:
+    """The connection breaks when the rest of it is to be sent, or when some pieces of that have come."""
+    calls, ports, act = itertools.count(1), list[int](), getattr(owner, method)
+
+    def act_and_break(self: object, *arguments: object) -> None:
+        act(self, *arguments)
+        if next(calls) == call:
+            shut_down_connections_to(*ports)
+
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
+    monkeypatch.setattr(owner, method, act_and_break)
+    assert all(on_threads((1, 2), send_a_large_one, ports))
+    assert next(calls) > call
 
 
 def receive_from_one_that_has_left() -> None:

@@ -15,6 +15,7 @@ from verification.simulation import (
     growing,
     launching,
     launching_mutations,
+    message_mutations,
     messages,
     odd,
     odd_mutations,
@@ -49,12 +50,17 @@ def test_a_broken_protocol_is_found_out(name: str) -> None:
         assert mutation.is_found()
 
 
-_WITH_AIMED_RUNS = launching_mutations.MUTATIONS | odd_mutations.MUTATIONS | autograd_mutations.MUTATIONS
+_WITH_AIMED_RUNS = (
+    launching_mutations.MUTATIONS
+    | odd_mutations.MUTATIONS
+    | autograd_mutations.MUTATIONS
+    | message_mutations.MUTATIONS
+)
 
 
 @pytest.mark.parametrize("name", _WITH_AIMED_RUNS)
 def test_what_is_broken_is_found_out_by_aimed_runs(name: str) -> None:
-    """The last of launchers, and those of odd networks and autograd, are defects that there were."""
+    """The last of launchers, and those of all others, are defects that there were."""
     mutation = _WITH_AIMED_RUNS[name]
     with worlds():
         assert mutation.failure(0) == ""

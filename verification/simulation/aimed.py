@@ -58,6 +58,12 @@ class SmallMessagesWorld(MessagesWorld):
     rounds, sizes, pauses = 40, (1, 8, 1000), (0.0,)
 
 
+class LargeMessagesWorld(MessagesWorld):
+    """Many messages most of which is sent when the receiver asks for it, and may be sent again."""
+
+    rounds, sizes, pauses = 20, (300_000,), (0.0,)
+
+
 class _Calls(Program):
     def actions(self) -> list[Callable[[], None]]:
         """Make calls that nobody waits for at once."""

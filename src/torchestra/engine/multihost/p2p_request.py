@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import traceback
@@ -12,10 +13,12 @@ import torch
 
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.multihost.hierarchy import bytes_of
 from torchestra.engine.multihost.message_recorder import RecordedMessage
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p.transfer import Transfer
 from torchestra.system.deadline import Deadline, RunningClock
+from torchestra.transport.message import Message
 
 EAGER_BYTES = 1 << 20  # of one message
 _AHEAD_BYTES = 4 << 20  # of all messages to one rank
@@ -129,6 +132,20 @@ class P2PRequest:
     def note_broken_connection(self, why: str) -> None:
         """Note that the way to the other rank has failed."""
         self.broken = self.broken or (self.deadline.elapsed(), why)
+
+    @property
+    def rest(self) -> torch.Tensor:
+        """Return the bytes beyond those that go ahead."""
+        return bytes_of(self.tensor)[self.eager :]
+
+    def take_rest(self, message: Message) -> str:
+        """Put the rest of a message into its place; return why it cannot be, or ""."""
+        rest = self.rest
+        came = sum(storage.nbytes() for storage in message.storages)
+        if message.lost is not None or came != rest.numel():
+            return str(message.lost or f"{came} bytes came, not {rest.numel()}")
+        ctypes.memmove(rest.data_ptr(), message.storages[0].data_ptr(), came)
+        return ""
 
     def matches(self, message: UnexpectedMessage) -> bool:
         """Return whether a receive waits for this message, whatever its length and kind."""

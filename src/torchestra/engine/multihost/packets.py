@@ -1,7 +1,7 @@
 """Packets of ``send`` and ``recv`` between hosts: MPI's rendezvous protocol.
 
 A packet has a head of fixed length and, after it, bytes of the message. The transport tells its sender and
-its tag. Packets are reliable, but for ``data``.
+its tag. Packets are reliable, but for ``data``, which its sender sends again until it is confirmed.
 """
 
 from __future__ import annotations

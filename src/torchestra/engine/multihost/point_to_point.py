@@ -7,7 +7,8 @@ is sent when the receiver says that it may be (clear to send). So there is no ga
 and a receiver holds at most some megabytes of unexpected data from each sender: beyond that the senders wait.
 
 A send has ended when the tensor may be changed: at once if all of it is announced, else when the receiver
-confirms that it has it. A rank that leaves waits until what it has sent has come.
+confirms that it has it; where the connection breaks before that, the rest is sent again over the next one. A
+rank that leaves waits until what it has sent has come.
 
 A receive from any source waits in the mailbox and for announcements at once. What comes first is taken; an
 announced message only if the mailbox has not begun with one and gives the receive back (Mailbox.retract).
@@ -395,10 +396,15 @@ class PointToPoint:
         return self._outgoing.pop(request_id, None)
 
     def _lose_connection(self, rank: int, why: str) -> None:
-        """Note that the connection to a rank has ended; :meth:`_check_request` finds out why."""
-        for request in self._under_way():
-            if request.partner == rank:
-                request.note_broken_connection(why)
+        """Send the rest of large messages to a rank again, or note that there will be no other connection."""
+        is_last = rank in self._link.lost()
+        with self._lock:
+            for request in self._under_way():
+                if request.partner == rank and is_last:
+                    request.note_broken_connection(why)
+                elif request.partner == rank and not request.receives:
+                    # A copy: if all has come before, the tensor may be freed before this has been sent.
+                    self._write_parts(rank, Packet(PacketType.data, request.request_id), request.rest.clone())
 
     # -- packets
 
@@ -480,21 +486,15 @@ class PointToPoint:
             )
             return
         request.partner = receiver
-        rest = bytes_of(request.tensor)[request.eager :]
-        self._write_parts(receiver, Packet(PacketType.data, request_id), rest)
+        self._write_parts(receiver, Packet(PacketType.data, request_id), request.rest)
 
     def _take_rest(self, source: int, request_id: int, message: Message) -> None:
-        """Take the rest of a message."""
-        request = self._coming.pop((source, request_id), None)
-        if request is None:
+        """Take the rest of a message, unless it has come before."""
+        if (request := self._coming.pop((source, request_id), None)) is None:
             return
-        rest = bytes_of(request.tensor)[request.eager :]
-        came = sum(storage.nbytes() for storage in message.storages)
-        if message.lost is not None or came != rest.numel():
-            why = str(message.lost or f"{came} bytes came, not {rest.numel()}")
+        if why := request.take_rest(message):
             self._write(source, Packet(PacketType.lost, request_id))
             request.finish(self._wait_policy.failure(request, why))
             return
-        ctypes.memmove(rest.data_ptr(), message.storages[0].data_ptr(), came)
         request.finish(source=source)
         self._write(source, Packet(PacketType.ack, request_id))
