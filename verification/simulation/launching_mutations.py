@@ -1,6 +1,6 @@
 """Ways to break the launchers of a job on several hosts, each with a run that shows it.
 
-The last is a defect that the simulation has found, put back.
+The last two are defects that the simulation has found, put back.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
-from torchestra.launcher import failure_policy, nodes
+from torchestra.launcher import failure_policy, node_ranks, nodes
 from torchestra.launcher.node_ranks import LauncherDetector, NodeRanks
 from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.replacements import ElasticLimits, Replacements
 from torchestra.launcher.root_cause import FailedRank
+from verification.simulation import launching
 from verification.simulation.faults import Fault
 from verification.simulation.launching import LaunchingWorld, Terms
 from verification.simulation.network import Quality
@@ -109,6 +110,13 @@ def _lost_host(seed: int) -> LaunchingWorld:
     return _job(seed, Fault(3.0, "power", 0, 0, -1, 0.0), limits=_ELASTIC, until=5.0)
 
 
+def _lost_primary(seed: int) -> LaunchingWorld:
+    """Return a run in which the machine of the store's primary loses its power: heartbeats go to another."""
+    plan = launching.plan(1000249)
+    faults = [fault._replace(at=fault.at + 0.01 * seed) for fault in plan.faults]
+    return LaunchingWorld(plan.with_faults(faults), launching.terms(1000249))
+
+
 def _report_nothing(self: Nodes, code: int, why: str) -> None:
     pass
 
@@ -152,5 +160,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "replace nobody": Mutation(Replacements, "survived", _replace_nobody, _one_death, "have ended well"),
     "blame the first": Mutation(failure_policy, "root_cause", _blame_the_first, _one_dies, "blames ranks"),
+    "take looking for a primary for silence": Mutation(
+        node_ranks, "FAILOVER_SECONDS", 0.0, _lost_primary, "which is well"
+    ),
     "await a lost store": Mutation(nodes, "_LAST_WORDS_SECONDS", 600.0, _lost_host, "ended long after"),
 }

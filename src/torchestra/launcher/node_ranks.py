@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 
 from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.store import Store
+from torchestra.store.replicated.sessions import FAILOVER_SECONDS
 from torchestra.system.deadline import RunningClock
 from torchestra.system.interrupts import Interrupts
 
@@ -34,14 +35,16 @@ _LONGEST_INTERVAL_S = 1.0
 class LauncherDetector:
     """Tells which launchers have been silent for the heartbeat bound.
 
-    Time in which this process was stopped does not count.
+    Where that is short, for as long as a heartbeat may take that was sent to a replica of the store whose
+    machine loses its power. Time in which this process was stopped does not count.
 
     Args:
         store: the launchers'.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store, self._bound = store, heartbeat_bound()
+        self._store = store
+        self._bound = max(heartbeat_bound(), FAILOVER_SECONDS + _LONGEST_INTERVAL_S)
         self._clock = RunningClock(_LONGEST_INTERVAL_S)
         self._heartbeats: dict[str, bytes] = {}
         self._since: dict[str, float] = {}

@@ -38,6 +38,9 @@ _SLICE_SECONDS = 5.0
 _ANSWER_SECONDS = 3.0
 _SLOWEST_BYTES_PER_S = 10e6
 _DIAL_SECONDS = 2.0
+FAILOVER_SECONDS = _ANSWER_SECONDS + _DIAL_SECONDS
+"""How long a request lasts that goes to a machine without power, and then to one that takes that for the
+primary's."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 
 
