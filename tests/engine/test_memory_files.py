@@ -50,7 +50,7 @@ def test_ranks_share_a_file_of_dev_shm_instead(kind: str) -> None:
     before = set(os.listdir("/dev/shm"))
     create, open_pidfd = os.memfd_create, os.pidfd_open
     try:
-        assert run(kind, 3, share, init=False) == [(3.0, 3.0, 3.0)] * 3
+        assert run(kind, 3, share, init=False, fresh=True) == [(3.0, 3.0, 3.0)] * 3
     finally:
         os.memfd_create, os.pidfd_open = create, open_pidfd
     deadline = time.monotonic() + SOON

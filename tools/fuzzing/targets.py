@@ -50,9 +50,9 @@ from torchestra.engine.multihost.peer_values import ranks_in_words, read_proposa
 from torchestra.engine.multihost.remote_records import answer, merge_records, understand
 from torchestra.engine.recorder.flight_entries import FlightEntry, RankRecord, Tally
 from torchestra.engine.recorder.flight_record import FlightRecord
+from torchestra.engine.recorder.formats.reading import read_traces
 from torchestra.errors import DistBackendError, DistError, DistStoreError, InvalidArgumentError
 from torchestra.launcher import channel
-from torchestra.monitor import report
 from torchestra.rendezvous import gathering
 from torchestra.rpc import membership, messages, plain, starting
 from torchestra.rpc.agent import Agent
@@ -360,7 +360,7 @@ def _read_trace(data: bytes) -> None:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(data)
         file.flush()
-        report._loaded(Path(file.name))
+        read_traces([Path(file.name)])
 
 
 # -- remote calls

@@ -47,6 +47,7 @@ from torchestra.rpc.messages import (
     decode,
     encode,
     header_of,
+    part_length,
     to_self,
 )
 from torchestra.rpc.options import RpcBackendOptions
@@ -221,7 +222,7 @@ class Agent:
                 self._send_to_self(outgoing.kind, call_id, encoded)
             else:
                 self.endpoint.send(to, outgoing.kind, call_id, encoded.parts, encoded, call)
-                self.sent_bytes += encoded.nbytes
+                self.sent_bytes += sum(map(part_length, encoded.parts))
             if outgoing.header is not None and outgoing.header.recorder is not None:
                 outgoing.header.recorder.sent()
             return call
@@ -304,7 +305,7 @@ class Agent:
         else:
             self.workers.known(to)
             self.endpoint.send(to, kind, call_id, encoded.parts, encoded)
-            self.sent_bytes += encoded.nbytes
+            self.sent_bytes += sum(map(part_length, encoded.parts))
 
     def _send_to_self(self, kind: int, call_id: int, encoded: Encoded) -> None:
         kind, job = self._dispatch(to_self(self.number, kind, call_id, encoded))

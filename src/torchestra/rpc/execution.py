@@ -28,6 +28,7 @@ from torchestra.rpc.messages import (
     Encoded,
     decode,
     encode,
+    part_length,
 )
 from torchestra.rpc.package_functions import TAKES_AGENT
 from torchestra.rpc.profiling import ProfiledResult, run_for_server_profiles, server_profiles
@@ -160,7 +161,7 @@ class CallExecutor:
             agent.send(source, kind, call_id, encoded)
         else:
             agent.endpoint.send(source, kind, call_id, encoded.parts, encoded)
-            agent.sent_bytes += encoded.nbytes
+            agent.sent_bytes += sum(map(part_length, encoded.parts))
 
     def _encode_returned(
         self, source: int, result: torch.Tensor, buffers: SharedBufferPool
