@@ -98,7 +98,7 @@ def _spare(seed: int) -> LaunchingWorld:
 
 def _stopped(seed: int) -> LaunchingWorld:
     """Return a run in which a launcher is stopped for long, and a spare host takes its place."""
-    return _job(seed, Fault(2.0, "stop", 1, 1, -1, 4.0), spares=1, limits=_ELASTIC, until=13.0)
+    return _job(seed, Fault(2.0, "stop", 1, 1, -1, 9.0), spares=1, limits=_ELASTIC, until=18.0)
 
 
 def _one_death(seed: int) -> LaunchingWorld:

@@ -27,7 +27,7 @@ def _send_heartbeats_among_requests(self: Nodes) -> None:
             return
         with contextlib.suppress(DistError, OSError):
             store.set(f"heartbeat/{self._name}", f"{count} {self.members}")
-            for _ in range(10):
+            for _ in range(20):
                 store.check(["failed"])
         self._closed.wait(0.5)
 
