@@ -75,7 +75,8 @@ class Agent:
     Attributes:
         number, end_reason: of this worker, see :class:`Workers`; how it ends, for messages.
         checks: functions that :meth:`check` calls.
-        calls_made, sent_bytes: how many calls, and how much in messages to others; for the flight record.
+        calls_made, sent_bytes: for the flight record; of messages that threads send at once some may be left
+            out of the bytes.
         gil_waits: how long its threads wait for the GIL when a message has come, while that is measured.
     """
 
