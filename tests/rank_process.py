@@ -3,8 +3,8 @@
 To fork a process that has torch and all test modules loaded, and to take it down, takes more time than most
 tests do. What a test could leave to the next one is undone (environment, folder, handlers of signals, random
 states, settings of torch) or ends the process (an error, threads, open files, shared memory, a limit, a
-function that was replaced). Tests that change anything else have processes of their own: ``fresh=True`` in
-``worlds.py``.
+namespace, a filter of system calls, a function that was replaced, what the test modules keep). Tests that
+change anything else have processes of their own: ``fresh=True`` in ``worlds.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import traceback
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
@@ -36,6 +37,7 @@ from torchestra.store import FileStore
 # How long a rank waits for the others unless a test says otherwise.
 OP_SECONDS = 100.0
 
+_TESTS = os.path.dirname(os.path.abspath(__file__))
 _THREADS_S = 1.0  # for threads of groups that the rank has left, and what they have open
 _WATCHED = frozenset({"torchestra", "os", "posix", "time", "socket", "threading", "signal", "subprocess"})
 _MOST_WORLDS = 200  # after which a process ends all the same: what torch keeps adds up
@@ -134,6 +136,7 @@ class _State:
         self._threads = threading.active_count()
         self._open = _open_files()
         self._functions = _functions()
+        self._variables = _variables()
         self._limits = _limits()
 
     def is_back(self) -> bool:
@@ -144,6 +147,11 @@ class _State:
         if _limits() != self._limits:
             return False
         if any(owner.get(name) is not value for owner, name, value in self._functions):
+            return False
+        if any(
+            owner.get(name) is not value or _content(value) != content
+            for owner, name, value, content in self._variables
+        ):
             return False
         deadline = time.monotonic() + _THREADS_S
         while not self._nothing_is_left():
@@ -179,9 +187,22 @@ class _State:
         torch.set_grad_enabled(True)
 
 
-def _limits() -> list[tuple[int, int]]:
+def _limits() -> tuple[list[tuple[int, int]], list[str], list[str]]:
+    """Return what the system allows the process, where its children live, and what its calls must pass."""
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    return [resource.getrlimit(getattr(resource, name)) for name in names]
+    limits = [resource.getrlimit(getattr(resource, name)) for name in names]
+    # A process that has unshared its children's PID namespace can start no thread once that is gone.
+    namespaces = [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
+    with open("/proc/self/status") as file:
+        filters = [line for line in file if line.startswith(("NoNewPrivs", "Seccomp", "Cpus_allowed:"))]
+    return limits, namespaces, filters
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # a namespace with no process yet
+        return ""
 
 
 def _functions() -> list[tuple[Mapping[str, Any], str, Any]]:
@@ -200,6 +221,23 @@ def _functions() -> list[tuple[Mapping[str, Any], str, Any]]:
                 members = vars(value)
                 found += [(members, each, member) for each, member in members.items() if callable(member)]
     return found
+
+
+def _variables() -> list[tuple[Mapping[str, Any], str, Any, object]]:
+    """Return what the test modules keep: each one's namespace, a name there, what it is and what is in it."""
+    return [
+        (vars(module), name, value, _content(value))
+        for module in list(sys.modules.values())
+        if (getattr(module, "__file__", None) or "").startswith(_TESTS)
+        for name, value in list(vars(module).items())
+        if not name.startswith("__")
+    ]
+
+
+def _content(value: object) -> object:
+    if isinstance(value, threading.Event):
+        return value.is_set()
+    return len(value) if isinstance(value, (list, dict, set, deque)) else None
 
 
 def _open_files() -> list[str]:

@@ -35,6 +35,38 @@ def test_a_thread_that_cannot_be_started_names_the_limit(monkeypatch: pytest.Mon
     group.destroy()
 
 
+UNSHARED = """
+import ctypes, os, threading
+from torchestra.errors import DistBackendError
+from torchestra.system.limits import start_thread
+
+if ctypes.CDLL(None).unshare(0x20000000):  # CLONE_NEWPID
+    print("may not")
+    raise SystemExit
+
+def attempt():
+    try:
+        start_thread(threading.Thread(target=int))
+    except DistBackendError as error:
+        print(error)
+
+attempt()
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+attempt()
+"""
+
+
+def test_a_thread_that_an_unshared_namespace_forbids_is_not_said_to_be_one_too_many() -> None:
+    told = subprocess.check_output([sys.executable, "-c", UNSHARED], text=True, timeout=100)
+    if told == "may not\n":
+        pytest.skip("no PID namespace may be made")
+    assert told.count("has unshared the PID namespace") == 2, told
+    assert "ulimit" not in told
+
+
 NO_MEMORY = """
 import os, resource, signal, threading
 from torchestra.errors import DistBackendError

@@ -326,4 +326,4 @@ def may_unshare() -> bool:
 
 @pytest.mark.skipif(not may_unshare(), reason="no PID namespace may be made")
 def test_ranks_in_pid_namespaces_of_their_own_see_each_other_live_and_die() -> None:
-    assert worlds.run("processes", 2, live_apart, init=False)[0] == (1,)
+    assert worlds.run("processes", 2, live_apart, init=False, fresh=True)[0] == (1,)

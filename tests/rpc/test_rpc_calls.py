@@ -103,6 +103,10 @@ def set_event() -> None:
     _event.set()
 
 
+def clear_event() -> None:
+    _event.clear()
+
+
 _event = threading.Event()
 
 
@@ -357,6 +361,7 @@ def test_the_error_of_a_call_does_not_keep_the_callers_frames(kind: str) -> None
 
 
 def call_too_long() -> None:
+    rpc.rpc_sync("worker1", clear_event)
     assert rpc.get_rpc_timeout() == rpc.DEFAULT_RPC_TIMEOUT_SEC
     with pytest.raises(
         RpcTimeoutError, match=r"RPC ran for more than set timeout \(0\.2 s\).*wait_for_event"
@@ -376,11 +381,11 @@ def call_too_long() -> None:
 
 
 def test_time_outs() -> None:
-    _event.clear()
     rpc_workers.first("processes", 2, call_too_long)
 
 
 def more_threads_than_the_limit() -> None:
+    rpc.rpc_sync("worker1", clear_event)
     blocked = [rpc.rpc_async("worker1", wait_for_event) for _ in range(8)]
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync("worker1", own_name, timeout=0.5)
@@ -394,7 +399,6 @@ def thread_count() -> str:
 
 
 def test_at_the_limit_of_threads_calls_wait_and_answers_are_still_read() -> None:
-    _event.clear()
     rpc_workers.first("threads", 2, more_threads_than_the_limit, max_worker_threads=5)
 
 

@@ -71,10 +71,30 @@ def start_thread(thread: threading.Thread) -> None:
         if thread.ident is not None:
             raise  # it was started before
         raise DistBackendError(
-            f"thread {thread.name!r} cannot be started ({error}): this user has as many processes and threads"
-            f" as it may (ulimit -u: {_limit_text(resource.RLIMIT_NPROC)}), or the container has (its pids"
-            " limit)"
+            f"thread {thread.name!r} cannot be started ({error}): {_why_no_thread()}"
         ) from error
+
+
+def _why_no_thread() -> str:
+    if _is_apart_from_its_children():
+        return (
+            "this process has unshared the PID namespace of its children, and may start no thread then; fork"
+            " a process in it, and call torchestra there"
+        )
+    return (
+        "this user has as many processes and threads as it may (ulimit -u:"
+        f" {_limit_text(resource.RLIMIT_NPROC)}), or the container has (its pids limit)"
+    )
+
+
+def _is_apart_from_its_children() -> bool:
+    of_children = "/proc/self/ns/pid_for_children"
+    if not os.path.lexists(of_children):
+        return False  # no /proc, or a system without such namespaces
+    try:
+        return os.readlink("/proc/self/ns/pid") != os.readlink(of_children)
+    except FileNotFoundError:  # before the first process of the other one
+        return True
 
 
 def no_descriptors(what: str) -> DistBackendError:
