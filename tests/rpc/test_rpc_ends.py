@@ -196,6 +196,49 @@ def test_a_graceful_shutdown_with_a_dead_worker_is_an_error() -> None:
         world.wait(0).result()
 
 
+def block_for_another() -> None:
+    worlds.leave_note("blocked")
+    _passed.wait(worlds.WORLD_SECONDS)
+
+
+def call_one_that_blocks() -> None:
+    try:
+        rpc.rpc_sync("worker0", block_for_another)
+    except WorkerFailedError as error:
+        worlds.leave_note("told", error.worker)
+        raise
+
+
+def end_because_of_another(transport: str) -> None:
+    rank = begin_on(transport)
+    worlds.leave_note(f"ready-{rank}")
+    if rank == 2:
+        time.sleep(60)
+    if rank == 1:
+        with pytest.raises(WorkerFailedError, match=r"'worker2' \(rank 2\) died"):
+            rpc.shutdown()
+        worlds.await_note("told")
+        return
+    while not current_agent().termination:  # worker 1 waits for all to shut down with it
+        time.sleep(0.002)
+    with pytest.raises(WorkerFailedError):
+        rpc.rpc_sync("worker1", call_one_that_blocks)
+    _passed.set()
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("transport", ["arena", "wire"])
+def test_calls_of_a_worker_that_ends_because_another_died_fail_by_that_name(transport: str) -> None:
+    """Whoever has called the function that waits for such a call is told who died, and no other error."""
+    with worlds.processes(3, end_because_of_another, transport) as world:
+        for name in ("ready-0", "ready-1", "ready-2", "blocked"):
+            world.await_file(name)
+        world.signal(2, signal.SIGKILL)
+        for rank in (0, 1):
+            world.wait(rank).result()
+        assert world.await_file("told") == "worker2"
+
+
 _passed = threading.Event()
 
 

@@ -16,20 +16,26 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch.futures import Future
 
 from torchestra.engine.p2p.gil_waits import GilWaits
-from torchestra.errors import DistBackendError, InvalidArgumentError, RpcError, RpcTimeoutError
+from torchestra.errors import (
+    DistBackendError,
+    InvalidArgumentError,
+    RpcError,
+    RpcTimeoutError,
+    WorkerFailedError,
+)
 from torchestra.rpc import plain, remote_errors
 from torchestra.rpc.answers import AnswerHandler
 from torchestra.rpc.call_scope import CallScope
 from torchestra.rpc.calls import FutureCall, Label, PendingCall, name_of
 from torchestra.rpc.execution import CallExecutor
-from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingHeader, Reference
+from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingCall, OutgoingHeader, Reference
 from torchestra.rpc.leader_followers import ONCE, QUEUED, REPEATABLE, Job, LeaderFollowersPool
 from torchestra.rpc.liveness import Liveness
 from torchestra.rpc.message_scope import MessageScope
@@ -204,7 +210,7 @@ class Agent:
             raise self._closed_error()
         if self.rrefs.dropped:
             self.pool.leave(self.rrefs.clear_dropped)
-        call_id, call, outgoing = 0, None, _OutgoingCall()
+        call_id, call, outgoing = 0, None, OutgoingCall()
         try:
             encoded = plain.encode_call(function, args, kwargs) if scope is None and creates is None else None
             encoded = encoded or self._encode_call(outgoing, to, function, args, kwargs, scope, creates)
@@ -235,7 +241,7 @@ class Agent:
 
     def _encode_call(
         self,
-        outgoing: _OutgoingCall,
+        outgoing: OutgoingCall,
         to: int,
         function: Any,
         args: tuple[Any, ...],
@@ -255,7 +261,7 @@ class Agent:
         outgoing.kind, outgoing.header = CALL, header
         return header.encode((function, args, kwargs))
 
-    def _take_back(self, call_id: int, call: PendingCall | None, outgoing: _OutgoingCall) -> None:
+    def _take_back(self, call_id: int, call: PendingCall | None, outgoing: OutgoingCall) -> None:
         """Forget a call that could not be made: nobody has its future."""
         self.pending.pop(call_id, None)
         if call is None or not call.is_sent:
@@ -459,35 +465,22 @@ class Agent:
 
     # -- the end
 
-    def close(self) -> None:
-        """Stop answering, fail what is pending, and leave the others."""
+    def close(self, failure: WorkerFailedError | None = None) -> None:
+        """Stop answering, fail what is pending, because of a failure or without, and leave the others."""
         if self.closed:
             return
         self.closed = True
         self.executor.executed.write()
         self.router.leave()
         self.pool.close()
-        ended = f"worker {self.info.name!r} {self.end_reason} before the answer came"
-        for call_id in tuple(self.pending):  # an error each: it comes to refer to frames where it is raised
-            self.answers.fail(call_id, RpcError(ended))
+        # An error each: it comes to refer to frames where it is raised.
+        unanswered = partial(remote_errors.unanswered, self.info, self.end_reason, failure)
+        for call_id in tuple(self.pending):
+            self.answers.fail(call_id, unanswered())
         for call_id in tuple(self.waits):
-            self.waits.pop(call_id).complete(None, RpcError(ended))
+            self.waits.pop(call_id).complete(None, unanswered())
         self.rrefs.close()
         self.scope.close()
-
-
-class _OutgoingCall:
-    """What a call that is being made has taken, in case it cannot be sent.
-
-    Attributes:
-        kind: of its message.
-        header: of its message, if that has one.
-        taken: the shared buffers that a message without a header takes.
-    """
-
-    kind = PLAIN_CALL
-    header: OutgoingHeader | None = None
-    taken: Collection[int] = ()
 
 
 _scope_factory: Callable[[Agent], MessageScope] | None = None

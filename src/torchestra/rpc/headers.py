@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torchestra.rpc.call_scope import CallScope
-from torchestra.rpc.messages import Encoded, encode, registered_reducers
+from torchestra.rpc.messages import PLAIN_CALL, Encoded, encode, registered_reducers
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef
 from torchestra.rpc.shared_buffers import SharedBufferPool
 from torchestra.tensors.serialization import Reducer, deserialization_context
@@ -130,6 +130,20 @@ class OutgoingHeader:
             self._rrefs.withdraw_fork(each)
         if self._buffers is not None:
             self._buffers.withdraw(self._taken)
+
+
+class OutgoingCall:
+    """What a call that is being made has taken, in case it cannot be sent.
+
+    Attributes:
+        kind: of its message.
+        header: of its message, if that has one.
+        taken: the shared buffers that a message without a header takes.
+    """
+
+    kind = PLAIN_CALL
+    header: OutgoingHeader | None = None
+    taken: Collection[int] = ()
 
 
 def _rref_of_message(index: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError
+from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc.calls import PendingCall, name_of
 from torchestra.rpc.leader_followers import LeaderFollowersPool
 from torchestra.rpc.worker_info import WorkerInfo
@@ -105,6 +105,16 @@ def unreadable_result(error: Exception, call: PendingCall, called: WorkerInfo, h
     )
     unreadable.__cause__ = error
     return unreadable
+
+
+def unanswered(here: WorkerInfo, end_reason: str, failure: WorkerFailedError | None) -> RpcError:
+    """Return the error of a call that worker ``here`` has made, and that it has ended before.
+
+    Where it ended because of another worker's failure, that is the error: a function that waits for a call
+    may itself have been called, by a worker that is to know who failed.
+    """
+    ended = f"worker {here.name!r} {end_reason} before the answer came"
+    return RpcError(ended) if failure is None else WorkerFailedError(f"{ended}: {failure}", failure.worker)
 
 
 def too_late(

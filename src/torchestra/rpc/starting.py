@@ -21,6 +21,7 @@ from torchestra.errors import (
     RemoteReferenceError,
     RpcError,
     StoreTimeoutError,
+    WorkerFailedError,
     named,
 )
 from torchestra.process_group.starting import choose_backend
@@ -264,6 +265,9 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
             left = agent.rrefs.delete_users()
             detector.await_quiet()
             _check_counts(agent)
+    except WorkerFailedError as failure:
+        stop(agent, failure)
+        raise
     finally:
         stop(agent)
     if left and not leaks.ignored:
@@ -273,10 +277,10 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
         )
 
 
-def stop(agent: Agent) -> None:
-    """End this rank's worker at once."""
+def stop(agent: Agent, failure: WorkerFailedError | None = None) -> None:
+    """End this rank's worker at once, because of another one's failure or without."""
     set_agent(None)
-    agent.close()
+    agent.close(failure)
     _open.discard(agent)
 
 
