@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
-from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError
 from torchestra.launcher import launcher_rendezvous
 from torchestra.launcher import nodes as meeting
 from torchestra.launcher.event_loop import EventLoop
-from torchestra.launcher.launcher_rendezvous import parse_rendezvous
+from torchestra.launcher.launcher_rendezvous import LauncherRendezvous, parse_rendezvous
 from torchestra.launcher.nodes import Nodes
 from torchestra.store import PrefixStore, TCPStore
 from torchestra.store.base import interruptible_sleep
+from torchestra.store.tcp.address import Address
+from torchestra.system import deadline
 from warm_programs import WarmProgram
 
 SCRIPT = """
@@ -240,6 +242,25 @@ class Launchers:
             thread.start()
         for thread in threads:
             thread.join(LIMIT_S)
+
+
+def test_hosts_that_do_not_answer_are_given_up_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try of a host that is off lasts long, and all of it counts."""
+    now = [0.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    def try_in_vain(address: Address) -> bool:
+        pass_time(launcher_rendezvous._TRY_SECONDS)
+        return False
+
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launcher_rendezvous, "interruptible_sleep", pass_time)
+    monkeypatch.setattr(launcher_rendezvous, "_answers", try_in_vain)
+    with pytest.raises(DistNetworkError, match="node 2 has reached no launcher at --rendezvous a:1,b:1,c:1"):
+        LauncherRendezvous("a:1,b:1,c:1", 3, 2)
+    assert launcher_rendezvous.MEET_SECONDS <= now[0] < launcher_rendezvous.MEET_SECONDS + 10
 
 
 def test_a_loop_that_is_closed_is_not_woken_by_a_thread() -> None:

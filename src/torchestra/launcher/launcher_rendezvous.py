@@ -96,7 +96,8 @@ class LauncherRendezvous:
                     f"{error} (The launcher with --node-rank 0 listens at --rendezvous {first}; is that an"
                     " address of its host?)"
                 ) from error
-        deadline = Deadline(MEET_SECONDS)
+        # No answer of any host, at worst, between two looks at the clock.
+        deadline = Deadline(MEET_SECONDS, len(self._addresses) * _TRY_SECONDS + _RETRY_SECONDS)
         while not deadline.expired():
             for address in self._addresses:
                 if _answers(address):

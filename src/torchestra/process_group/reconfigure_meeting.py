@@ -51,6 +51,8 @@ from torchestra.system.deadline import Deadline
 
 _LOOK_S = 0.25
 _RETRY_S = 0.05
+_CONNECT_S = 1.0
+_LONGEST_TRY_S = _CONNECT_S + _RETRY_S  # all of which counts: a host that is off lets each try end late
 _ENTER = b"enter"
 _DEAD, _LATE, _REFUSED = "dead", "late", "refused"
 
@@ -75,7 +77,7 @@ class ReconfigureMeeting:
     ) -> None:
         self.rank = handles.index(endpoint.handle)
         self._endpoint, self._name, self._uuid, self._handles = endpoint, name, uuid, handles
-        self._deadline = Deadline(timeout_s)
+        self._deadline = Deadline(timeout_s, _LONGEST_TRY_S)
         self._digest = hashlib.sha256("\n".join(each.encode() for each in handles).encode()).hexdigest()[:32]
         self._peers: dict[int, TCPStore] = {}
         self._here: Store | None = None
@@ -97,7 +99,7 @@ class ReconfigureMeeting:
 
     def await_inside(self) -> None:
         """Wait, once this rank is in the group, until all are; errors as from :meth:`run`."""
-        self._deadline = Deadline(self._deadline.timeout_s)
+        self._deadline = Deadline(self._deadline.timeout_s, _LONGEST_TRY_S)
         self._missed = "called it, but did not enter the group"
         self._agree(self._inside())
 
@@ -131,7 +133,7 @@ class ReconfigureMeeting:
         first, secret = self._handles[0], self._endpoint.secret
         while not first.is_gone(secret):
             try:
-                store = first.connect(secret, max(_RETRY_S, min(1.0, self._deadline.remaining())))
+                store = first.connect(secret, max(_RETRY_S, min(_CONNECT_S, self._deadline.remaining())))
             except DistNetworkError as error:
                 if self._deadline.expired():
                     raise self._error(_LATE, [0], f"rank 0 ({first}) was not reached: {error}") from error
@@ -197,7 +199,7 @@ class ReconfigureMeeting:
         """Return the uuid and the digest of a rank's last call; empty texts if they are not known."""
         try:
             if rank not in self._peers:
-                self._peers[rank] = self._handles[rank].connect(self._endpoint.secret, 1.0)
+                self._peers[rank] = self._handles[rank].connect(self._endpoint.secret, _CONNECT_S)
             uuid, _, digest = self._peers[rank].compare_set("calling", "", "").decode().partition(" ")
         except (DistStoreError, OSError, ValueError):
             return "", ""
