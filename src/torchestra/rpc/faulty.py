@@ -16,7 +16,7 @@ import torch
 from torch.futures import Future
 from torch.jit._builtins import _find_builtin
 
-from torchestra.errors import CallLostError, InvalidArgumentError
+from torchestra.errors import CallLostError, InvalidArgumentError, WorkerFailedError
 from torchestra.rpc import rref_context
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.calls import name_of
@@ -151,11 +151,11 @@ class FaultyAgent(Agent):
         self._timers.add(timer)
         timer.start()
 
-    def close(self) -> None:
+    def close(self, failure: WorkerFailedError | None = None) -> None:
         """Do as :meth:`Agent.close`; messages still to be sent are not sent."""
         for timer in tuple(self._timers):
             timer.cancel()
-        super().close()
+        super().close(failure)
 
 
 class _LateEndpoint:
