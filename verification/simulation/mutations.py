@@ -372,7 +372,7 @@ MUTATIONS: dict[str, Mutation] = {
         "silent_seconds",
         _count_time_without_looks,
         MessagesWorld,
-        messages.plan(123),
+        messages.plan(27),
         "which is well",
     ),
     "take messages twice": Mutation(
