@@ -129,13 +129,12 @@ def test_primaries_are_killed_while_clients_add_append_and_swap(processes: Repli
 
 
 @pytest.fixture
-def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let half a second of silence be enough to replace a replica."""
-    monkeypatch.setattr(server, "VIEW_CHANGE_TIMEOUT_S", 0.5)
+def soon_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients soon learn where the replicas are that have taken others' places."""
     monkeypatch.setattr(refreshing, "_EVERY_S", 0.2)
 
 
-@pytest.mark.usefixtures("soon_lost")
+@pytest.mark.usefixtures("soon_learned")
 def test_replicas_are_lost_one_after_another_and_others_take_their_places() -> None:
     """All with which the store began are lost at last: clients find those that are there now."""
     processes, ended = ReplicaProcesses(3), threading.Event()
@@ -165,7 +164,7 @@ def test_replicas_are_lost_one_after_another_and_others_take_their_places() -> N
         idle.close()
 
 
-@pytest.mark.usefixtures("soon_lost")
+@pytest.mark.usefixtures("soon_learned")
 def test_a_replica_that_was_only_stopped_does_no_harm_when_another_has_its_place(
     processes: ReplicaProcesses,
 ) -> None:
@@ -198,7 +197,7 @@ def _is_answered_nothing(address: str) -> bool:
     return False
 
 
-@pytest.mark.usefixtures("soon_lost")
+@pytest.mark.usefixtures("soon_learned")
 def test_who_is_heard_is_not_replaced_and_an_address_gets_one_place() -> None:
     with replicas_here(5) as (served, addresses):
         store = ReplicatedStore(addresses, LONG)
