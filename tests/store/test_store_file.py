@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,6 +81,26 @@ def sees_changes(path: Path) -> bool:
     path.touch(0o600)
     with file_changes.FileChanges(str(path)) as changes:
         return changes.are_seen
+
+
+def test_a_wait_does_not_end_later_as_the_kernel_takes_long_to_close_what_it_watched(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.touch(0o600)
+    close, by, closed = os.close, [], threading.Event()
+
+    def note(descriptor: int) -> None:
+        if "inotify" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            by.append(threading.current_thread())
+            closed.set()
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", note)
+    with file_changes.FileChanges(str(path)) as changes:
+        if not changes.are_seen:
+            pytest.skip("this system has no inotify, or this user none left")
+    assert closed.wait(20.0), "nobody has closed it"
+    assert threading.current_thread() not in by
 
 
 def test_what_others_write_does_not_wake_a_wait_each_time(path: Path) -> None:

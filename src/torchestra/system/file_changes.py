@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import threading
 import time
 from functools import cache
 from typing import Any
+
+from torchestra.errors import DistBackendError
+from torchestra.system.limits import start_thread
 
 # <linux/inotify.h>
 _MODIFIED, _ATTRIBUTES, _DELETED, _MOVED = 0x2, 0x4, 0x400, 0x800
@@ -34,8 +38,8 @@ class FileChanges:
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            _close_elsewhere(descriptor)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a change, at most ``timeout_s``; return whether there was one since the last wait."""
@@ -62,6 +66,16 @@ def _watch(path: str) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _close_elsewhere(descriptor: int) -> None:
+    """Close a descriptor of inotify in a thread of its own: the kernel takes some 10 ms for it."""
+    try:
+        start_thread(
+            threading.Thread(target=os.close, args=(descriptor,), name="torchestra-close", daemon=True)
+        )
+    except DistBackendError:  # no thread may be started
+        os.close(descriptor)
 
 
 @cache
