@@ -124,11 +124,13 @@ class Outcome(NamedTuple):
         code: its exit code.
         blamed: the ranks that it blames, or those of the node that it blames; None if it blames none.
         node_rank: the place that it had at last.
+        at: when.
     """
 
     code: int
     blamed: tuple[int, ...] | None
     node_rank: int | None
+    at: float = 0.0
 
 
 class LaunchingWorld(World):
@@ -174,19 +176,19 @@ class LaunchingWorld(World):
     def _launch(self, number: int, process: Process) -> None:
         try:
             self.programs.time.sleep(self.terms.starts[number])
-            self.outcomes[number] = self._be_launcher(number, process)
+            outcome = self._be_launcher(number, process)._replace(at=self.run.now)
+            self.outcomes[number] = outcome
         except Killed:
             raise
         except BaseException:
             self.run.fail(f"launcher {number} ended with\n{traceback.format_exc()}")
             return
-        outcome = self.outcomes[number]
         left = [rank for launcher, rank in self.programs.alive.values() if launcher is process]
         if left:
             self.run.fail(f"launcher {number} has ended, and ranks {left} live")
         over = max(self.terms.until, *(fault.ends for fault in self.plan.faults), 0.0)
         if number in self._backends and self.run.now > over + _ENDING_S:
-            self.run.fail(f"launcher {number} ended long after its ranks were to: {self.outcomes[number]}")
+            self.run.fail(f"launcher {number} ended long after its ranks were to: {outcome}")
         self.run.crash(process, f"ends: {outcome}")
 
     def _be_launcher(self, number: int, process: Process) -> Outcome:
@@ -314,7 +316,7 @@ class LaunchingWorld(World):
         if failed <= most and any(codes.values()):
             self.run.fail(f"{failed} ranks of {most} that may have failed, and the exit codes are {codes}")
         late = any(death.at > self.terms.until - 1.0 for death in self.programs.deaths if death.has_failed)
-        if failed > most and not late and not all(codes.values()):
+        if failed > most and not late and not all(codes[number] for number in self._ended_after(most)):
             self.run.fail(f"{failed} ranks failed, {most} may, and the launchers' exit codes are {codes}")
         network = any(fault.kind not in ("death", "error", "clock") for fault in self.plan.faults)
         culprits = {death.rank for death in self.programs.deaths if death.has_failed}
@@ -323,6 +325,14 @@ class LaunchingWorld(World):
         for number, outcome in self.outcomes.items():
             if outcome.blamed is not None and not culprits & {*outcome.blamed}:
                 self.run.fail(f"launcher {number} blames ranks {outcome.blamed}, and {culprits} have failed")
+
+    def _ended_after(self, count: int) -> list[int]:
+        """Return the launchers that ended when more than ``count`` ranks had failed.
+
+        One whose own ranks have all failed before, as they may, has ended well.
+        """
+        one_too_many = sorted(death.at for death in self.programs.deaths if death.has_failed)[count]
+        return [number for number, outcome in self.outcomes.items() if outcome.at >= one_too_many]
 
     def _may_end_elastic(self, failed: list[Any]) -> bool:
         """Return whether an elastic job may end with an error, of the ranks that it has lost."""
