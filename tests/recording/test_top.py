@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import re
+import signal
 import sqlite3
 import struct
 import sys
@@ -28,6 +29,7 @@ from torchestra.engine.diagnosis import process_counts
 from torchestra.engine.diagnosis.facts import to_json
 from torchestra.engine.diagnosis.process_counts import ProcessCounts
 from torchestra.engine.recorder.flight_entries import ExecutedCalls, HostRecord, RankRecord, Tally
+from torchestra.errors import InvalidArgumentError
 from torchestra.monitor import top
 from torchestra.monitor.live.job_table import group_tables
 from torchestra.monitor.live.keyboard import Keyboard
@@ -182,6 +184,22 @@ def recorded(path: Path, count: int = 3) -> Path:
     return path
 
 
+def write_all(writer: RecordingWriter, count: int) -> None:
+    for number in range(1, count):
+        writer.write(sample(number))
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_leaves_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "job.top"
+    with closing(RecordingWriter(path)) as writer:
+        writer._file.execute("PRAGMA max_page_count = 8")
+        writer.write(sample(0))
+        with pytest.raises(InvalidArgumentError, match=r"no more samples can be written: .*full; --replay"):
+            write_all(writer, 10_000)
+    with closing(Recording(path)) as file:
+        assert file.sample(0) == sample(0)
+
+
 def test_a_file_has_the_samples_as_they_were(tmp_path: Path) -> None:
     with closing(Recording(recorded(tmp_path / "job.top"))) as file:
         assert file.times == [1e9, 1e9 + 1, 1e9 + 2]
@@ -334,6 +352,32 @@ def test_a_replay_on_a_terminal_obeys_keys(tmp_path: Path) -> None:
             await_text(ours, "rank 1 (pid 1) of group 'g'")
             os.write(ours, b"q")
             await_text(ours, "\x1b[?1049l")
+            assert process.wait() == 0
+
+
+def test_a_terminal_is_left_as_it_was_found_by_one_that_is_terminated(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "job.top")
+    command = [sys.executable, "-m", "torchestra", "top", "--replay", str(path), "--speed", "1000"]
+    with terminal() as (ours, theirs), os.fdopen(theirs, "r+b", buffering=0) as file:
+        before = termios.tcgetattr(file)
+        with WarmProgram(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+            await_text(ours, "sample 3 of 3")
+            assert termios.tcgetattr(file) != before
+            process.send_signal(signal.SIGTERM)
+            await_text(ours, "\x1b[?1049l")
+            assert process.wait() == 128 + signal.SIGTERM
+        assert termios.tcgetattr(file) == before
+
+
+def test_a_terminal_that_cannot_draw_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = recorded(tmp_path / "job.top")
+    command = [sys.executable, "-m", "torchestra", "top", "--replay", str(path)]
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal() as (ours, theirs):
+        process = WarmProgram(command, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        with process:
+            assert "\x1b" not in await_text(ours, "the others wait for rank 1")
             assert process.wait() == 0
 
 

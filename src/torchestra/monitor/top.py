@@ -10,13 +10,17 @@ import argparse
 import contextlib
 import json
 import math
+import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
+
+from rich.console import Console
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitor.jobs import choose_job
@@ -93,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
                     stack.callback(writer.close)
                 source = LiveJob(sampler, options.interval, writer)
             _run(source, options)
-    except InvalidArgumentError as error:
+    except (InvalidArgumentError, OSError) as error:  # the latter: of standard output
         print(f"torchestra top: {error}", file=sys.stderr)
         return 1
     return 0
@@ -106,10 +110,25 @@ def _run(source: Source, options: argparse.Namespace) -> None:
                 print(json.dumps(as_json(before, after)), flush=True)
                 if options.once:
                     break
-        elif options.once or not sys.stdout.isatty():
+        elif options.once or not sys.stdout.isatty() or Console().is_dumb_terminal:
             _print_once(source, interrupts)
         else:
-            _show(source, interrupts)
+            with _sigterm_as_exit():
+                _show(source, interrupts)
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit in the block, so that the terminal is left as it was found."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 class Source(Protocol):
@@ -227,7 +246,6 @@ def _print_once(source: Source, interrupts: Interrupts) -> None:
 
 def _show(source: Source, interrupts: Interrupts) -> None:
     """Draw the samples on the terminal as they come, and do what keys ask for."""
-    from rich.console import Console
     from rich.live import Live
 
     console, screen, ended = Console(), Screen(replays=source.replays), False

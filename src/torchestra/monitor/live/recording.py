@@ -32,6 +32,7 @@ class RecordingWriter:
     def __init__(self, path: Path) -> None:
         if path.exists():
             raise InvalidArgumentError(f"--record {path}: the file exists already; choose another name")
+        self._path = path
         try:
             self._file = sqlite3.connect(path, isolation_level=None)
             self._file.execute("PRAGMA synchronous = OFF")  # it need not outlive a crash of the machine
@@ -42,9 +43,19 @@ class RecordingWriter:
             raise InvalidArgumentError(f"--record {path}: the file cannot be written: {error}") from error
 
     def write(self, sample: JobSample) -> None:
-        """Add a sample."""
+        """Add a sample.
+
+        Raises:
+            InvalidArgumentError: it cannot be written: the disk is full, say.
+        """
         packed = zlib.compress(to_json(sample).encode(errors="replace"), 3)
-        self._file.execute("INSERT INTO samples (taken, json) VALUES (?, ?)", (sample.taken_at, packed))
+        try:
+            self._file.execute("INSERT INTO samples (taken, json) VALUES (?, ?)", (sample.taken_at, packed))
+        except sqlite3.Error as error:
+            raise InvalidArgumentError(
+                f"--record {self._path}: no more samples can be written: {error}; --replay shows those that"
+                " were written before"
+            ) from error
 
     def close(self) -> None:
         """End the file."""
