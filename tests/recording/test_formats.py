@@ -8,6 +8,9 @@ import gc
 import inspect
 import itertools
 import json
+import re
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +219,26 @@ def test_a_format_that_does_not_exist_or_cannot_be_written_is_told(
     monkeypatch.setitem(__import__("sys").modules, "polars", None)
     with pytest.raises(DistError, match=r"polars.*pip install 'torchestra\[parquet\]'"):
         records[0].save(tmp_path / "x.parquet")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may have more than a kilobyte, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+@pytest.mark.usefixtures("small_files")
+def test_where_there_is_no_room_the_error_names_the_file_and_leaves_none(
+    suffix: str, records: list[dist.FlightRecord], tmp_path: Path
+) -> None:
+    path = tmp_path / f"record.{suffix}"
+    with pytest.raises(OSError, match=re.escape(f"File too large: '{path}'")):
+        records[0].save(path)
     assert not list(tmp_path.iterdir())
 
 

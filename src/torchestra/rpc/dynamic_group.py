@@ -126,7 +126,8 @@ class DynamicGroup:
         for number, each in enumerate(self._membership.joined):
             self._expect(number, each, connect=number > self.number)
         for number, how in self.left.items():
-            self._transport.forget(number, how)
+            if number != self.number:  # then the others have removed this worker meanwhile
+                self._transport.forget(number, how)
         thread = threading.Thread(target=self._watch, daemon=True, name=f"membership of {self._name}")
         start_thread(thread)
 
@@ -138,11 +139,13 @@ class DynamicGroup:
             RpcError: this worker was removed meanwhile.
         """
         waited = Deadline(self._heartbeat_s)
-        while missing := self._not_connected():
+        while True:
             if self.number in self._membership.left:
                 raise RpcError(
                     f"worker {self._name!r} was removed while it joined: {self._membership.left[self.number]}"
                 )
+            if not (missing := self._not_connected()):
+                return
             passed = waited.elapsed()
             lost = self._transport.lost()
             for number in missing:

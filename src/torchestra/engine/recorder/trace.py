@@ -97,16 +97,22 @@ def replacing(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]:
 
     In a directory that others may write to as well, such as /tmp, no other user can divert it: its name until
     then is random, and a link that lies at ``path`` is replaced, not followed.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
     """
     new = f"{path}.{secrets.token_hex(8)}.new"
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with open(descriptor, "wb") if binary else open(descriptor, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(new, path)
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with open(descriptor, "wb") if binary else open(descriptor, "w", encoding="utf-8") as file:
+                yield file
+            os.replace(new, path)
+        except BaseException:
+            Path(new).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _group(pid: int, record: GroupRecord) -> list[Event]:

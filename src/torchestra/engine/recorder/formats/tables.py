@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import astuple, fields
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def write_parquet(path: Path, table: Table) -> int:
             " 'torchestra[parquet]', or write .csv"
         ) from error
     columns = {name: [getattr(row, name) for row in table.rows] for name in _COLUMNS}
+    whole = io.BytesIO()  # polars' error where a disk is full would be its own, and no OSError
+    polars.DataFrame(columns, strict=False, infer_schema_length=None).write_parquet(whole)
     with replacing(path, binary=True) as file:
-        polars.DataFrame(columns, strict=False, infer_schema_length=None).write_parquet(file)
+        file.write(whole.getbuffer())
     return 1
