@@ -199,6 +199,40 @@ def all_of_it() -> None:
         dist.barrier()
 
 
+def fail_within_the_second_host() -> None:
+    """Errors of messages that stay within a host have the numbers of ranks in the group."""
+    rank = dist.get_rank()
+    if rank == 1:
+        dist.send(torch.zeros(2), 2)
+    elif rank == 2:
+        with pytest.raises(DistBackendError, match="rank 2 on host h1: rank 1 on host h1 sent 8 bytes of"):
+            dist.recv(torch.zeros(3), 1)
+    dist.barrier()
+    group = dist.new_group([0, 1, 2])
+    group.set_timeout(0.3)  # type: ignore[union-attr]
+    if rank == 1:
+        late = (
+            r"recv of 4 bytes from rank 2 on host h1 \(tag 77\) of group '.*' timed out after .* s on rank 1"
+        )
+        with pytest.raises(CollectiveTimeoutError, match=late) as caught:
+            dist.recv(torch.zeros(1), 2, group=group, tag=77)
+        assert caught.value.missing == (2,)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(CollectiveTimeoutError):
+            dist.send(torch.zeros(HUGE), 2, group=group)
+    dist.barrier()
+    if rank == 2:
+        with pytest.raises(
+            GroupAbortedError, match="rank 1 on host h1 left a send to rank 2 on host h1 half"
+        ):
+            dist.recv(torch.zeros(1), 1, group=group)
+
+
+def test_errors_of_messages_within_a_host_name_ranks_of_the_group() -> None:
+    on_threads((1, 2), fail_within_the_second_host)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_messages(layout: Layout) -> None:
     on_threads(layout, all_of_it)

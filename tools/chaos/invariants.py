@@ -191,10 +191,13 @@ def _of_error(
         return "failed", [f"the error is not torchestra's: {head}"]
     blamed = _blamed(round_, rank) | left_before  # these have been told, and have gone
     is_victim = rank == round_.victim and round_.fault in ("stop", "memory")
-    named = {int(each) for found in _RANKS.findall(text) for each in re.findall(r"\d+", found)}
+    named = _named(text)
     if not is_victim and not named & blamed and round_.fault != "shm":
         wrong.append(f"the error names ranks {sorted(named)} and none of {sorted(blamed)}: {head}")
-    if not is_victim and told["ranks"] and not set(told["ranks"]) & blamed:
+    ranks = set(told["ranks"])
+    if ranks and told["doing"] in ("send", "recv"):
+        ranks |= _named(_diagnosis(text))  # the peer may itself wait for the culprit
+    if not is_victim and ranks and not ranks & blamed:
         wrong.append(f"the error's ranks are {told['ranks']} and none of {sorted(blamed)}: {head}")
     if told["doing"] == "init_process_group":  # which group, at least
         missing = not re.search("group|store|ranks", text)
@@ -206,6 +209,15 @@ def _of_error(
     if (took := told["at"] - times.get("began", told["at"])) > limit:
         wrong.append(f"the error came {took:.1f} s after the fault, later than {limit:.1f} s: {head}")
     return "told", wrong
+
+
+def _diagnosis(text: str) -> str:
+    """Return the sentence of an error that says who is to blame, and nothing of where all ranks are."""
+    return "".join(line for line in text.splitlines() if line.startswith("diagnosis: "))
+
+
+def _named(text: str) -> set[int]:
+    return {int(each) for found in _RANKS.findall(text) for each in re.findall(r"\d+", found)}
 
 
 def _limit_s(round_: Round) -> float:

@@ -266,8 +266,7 @@ class LocalEngine(Engine):
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.size = context.size
-        self.rank = context.rank
+        self.size, self.rank = context.size, context.rank
         self.mailbox = Mailbox(
             context.address,
             context.arena.address + context.arena.layout.channels,
@@ -275,6 +274,7 @@ class LocalEngine(Engine):
             context.size,
             context.name,
             kind_name=DTYPE_NAMES.__getitem__,
+            rank_name=context.describe,
             peers_are_threads=current_thread_rank() is not None,
         )
         threads = isinstance(context.peers, PeerThreads)

@@ -45,7 +45,7 @@ class Mailbox(Transfers):
         area: address, here, of the group's ``channel_area_bytes(size)`` bytes of channels.
         rank, size: the place of this rank in the group.
         name: of the group, for messages.
-        kind_name: what to call a ``kind`` in messages.
+        kind_name, rank_name: what to call a ``kind``, and a rank, in messages.
         peers_are_threads: whether another rank may be a thread of this process, and need the interpreter.
     """
 
@@ -253,7 +253,7 @@ class Mailbox(Transfers):
                     self._release(self._state, own.address)
                     return self._wait(transfer)
             else:
-                transfer.check()
+                transfer.check(self._rank_name)
             code = _run(self._state, own.address, 1)
         source = own.load_word(w.FROM)
         self._release(self._state, own.address)
@@ -308,7 +308,7 @@ class Mailbox(Transfers):
 
     def _check(self, transfer: Transfer) -> None:
         try:
-            transfer.check()
+            transfer.check(self._rank_name)
         except Exception as error:
             self._withdraw(transfer, error)
             raise

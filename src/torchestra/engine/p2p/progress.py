@@ -35,7 +35,7 @@ from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import immediate, kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.error_texts import MailboxErrors
-from torchestra.engine.p2p.transfer import ReceiveCancelled, Record, Transfer, Waiter
+from torchestra.engine.p2p.transfer import RankName, ReceiveCancelled, Record, Transfer, Waiter
 from torchestra.system.limits import start_thread
 
 _post: Any = kernels.post
@@ -64,11 +64,13 @@ class Transfers:
         size: int,
         name: str = "",
         kind_name: Callable[[int], str] = "kind {}".format,
+        rank_name: RankName = "rank {}".format,
         *,
         peers_are_threads: bool = False,
     ) -> None:
         assert area % w.PAGE == 0, "the channels must begin at a page"
-        self._errors = MailboxErrors(rank, name, kind_name)
+        self._errors = MailboxErrors(rank, name, kind_name, rank_name)
+        self._rank_name = rank_name
         self._words = w.new_private_state(context, area, rank, size)
         self._state: int = self._words.ctypes.data
         self._words[w.MAX_SPINS // 8] = 0 if peers_are_threads else _MAX_SPINS
@@ -441,7 +443,7 @@ class Transfers:
         for transfer in self._pending.copy().values():
             if not (transfer.watched or transfer.finished):
                 try:
-                    transfer.check()
+                    transfer.check(self._rank_name)
                 except Exception as error:
                     self._withdraw(transfer, error)
         # Less than a twentieth of the time, however many there are.

@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from torchestra.system.deadline import Deadline
 
+RankName = Callable[[int], str]
+"""What messages call a rank of the mailbox: its number in the group may be another."""
+
 
 class ReceiveCancelled(Exception):
     """In place of an error, of a receive that was taken back."""
@@ -119,17 +122,16 @@ class Transfer:
         self._latch = threading.Lock()
         self._latch.acquire()
 
-    def describe(self) -> str:
+    def describe(self, rank_name: RankName) -> str:
         """Return what it is, for messages."""
-        if self.sending:
-            return f"send of {self.length} bytes to rank {self.peer} (tag {self.tag})"
-        sender = "any rank" if self.peer < 0 else f"rank {self.peer}"
-        return f"recv of {self.length} bytes from {sender} (tag {self.tag})"
+        peer = "any rank" if self.peer < 0 else rank_name(self.peer)
+        what = f"send of {self.length} bytes to" if self.sending else f"recv of {self.length} bytes from"
+        return f"{what} {peer} (tag {self.tag})"
 
-    def check(self) -> None:
+    def check(self, rank_name: RankName) -> None:
         """Let the waiter decide whether to wait on."""
         blocked = None if self.peer < 0 else self.peer
-        self.suspect = self.waiter.check(self.describe(), blocked, self.deadline, self.suspect)
+        self.suspect = self.waiter.check(self.describe(rank_name), blocked, self.deadline, self.suspect)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Wake whoever waits for it. Once is enough, twice does no harm."""
