@@ -141,14 +141,14 @@ def test_what_a_worker_without_memory_raises_is_raised_at_its_caller(
     assert judge(short, ranks, {"began": time.time()}, ["a", "b"], 1.0).outcomes[1] == outcome
 
 
-@pytest.mark.parametrize(("culprit", "outcome"), [(2, []), (0, ["the error's ranks are [0]"])])
+@pytest.mark.parametrize(("culprit", "outcome"), [(2, []), (1, ["rank 1: the error's ranks are [1]"])])
 def test_a_message_may_wait_for_a_peer_that_waits_for_the_culprit(
     ranks: Ranks, culprit: int, outcome: list[str]
 ) -> None:
-    text = f"send to rank 0 timed out.\ndiagnosis: killed process: rank {culprit} has died\n  rank 2 is gone"
-    late = {"doing": "send", "type": "CollectiveTimeoutError", "text": text, "ranks": [0], "at": time.time()}
+    text = f"send to rank 1 timed out.\ndiagnosis: killed process: rank {culprit} has died\n  rank 2 is gone"
+    late = {"doing": "send", "type": "CollectiveTimeoutError", "text": text, "ranks": [1], "at": time.time()}
     verdict = judged(ranks, {**ERROR, **late}, {"what": "over", "left": []})
-    assert [each[: len("the error's ranks are [0]")] for each in verdict.wrong] == outcome
+    assert [each.partition(" and ")[0] for each in verdict.wrong] == outcome
 
 
 def test_a_report_tells_of_rounds_that_ended_before_their_fault() -> None:

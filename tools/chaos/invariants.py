@@ -195,7 +195,7 @@ def _of_error(
     if not is_victim and not named & blamed and round_.fault != "shm":
         wrong.append(f"the error names ranks {sorted(named)} and none of {sorted(blamed)}: {head}")
     ranks = set(told["ranks"])
-    if ranks and told["doing"] in ("send", "recv"):
+    if ranks and re.search("send|recv", told["doing"]):
         ranks |= _named(_diagnosis(text))  # the peer may itself wait for the culprit
     if not is_victim and ranks and not ranks & blamed:
         wrong.append(f"the error's ranks are {told['ranks']} and none of {sorted(blamed)}: {head}")
