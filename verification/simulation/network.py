@@ -150,10 +150,14 @@ class Watch(Source):
 
 
 class Flow:
-    """One direction of a connection: what is put in comes out in this order, later."""
+    """One direction of a connection: what is put in comes out in this order, later.
+
+    Attributes:
+        sender, receiver: machines.
+    """
 
     def __init__(self, network: Network, sender: int, receiver: int) -> None:
-        self._network, self._sender, self._receiver = network, sender, receiver
+        self._network, self.sender, self.receiver = network, sender, receiver
         self._queue: deque[tuple[float, Callable[[], None]]] = deque()
         self._last = 0.0
         self._is_timed = False
@@ -166,7 +170,7 @@ class Flow:
         if self.is_cut:
             return
         network = self._network
-        seconds = self._detour + network.delay(self._sender, self._receiver)
+        seconds = self._detour + network.delay(self.sender, self.receiver)
         self._last = max(self._last, network.run.now + seconds)
         self._queue.append((self._last, action))
         self._time()
@@ -194,10 +198,10 @@ class Flow:
     def _arrive(self) -> None:
         network = self._network
         self._is_timed = False
-        if self._sender in network.dark or self._receiver in network.dark:
+        if self.sender in network.dark or self.receiver in network.dark:
             self._queue.clear()
             return
-        if not network.joins(self._sender, self._receiver):
+        if not network.joins(self.sender, self.receiver):
             network.held.append(self)
             return
         while self._queue and self._queue[0][0] <= network.run.now:
@@ -214,7 +218,7 @@ class Network:
     """The network between machines, which are numbers; an address is ``10.0.0.N``.
 
     Attributes:
-        cuts: pairs (sender, receiver) of machines that cannot reach each other now.
+        cuts: pairs (sender, receiver) of machines that cannot reach each other now, and since when.
         dark: machines that have lost their power.
         slow: by pair, how many seconds longer everything takes.
         bound: what listens, by address and port.
@@ -224,13 +228,12 @@ class Network:
     def __init__(self, run: Scheduler, seed: object, quality: Quality) -> None:
         self.run, self.quality = run, quality
         self.choices = random.Random(f"{seed} network")
-        self.cuts: set[tuple[int, int]] = set()
+        self.cuts: dict[tuple[int, int], float] = {}
         self.dark: set[int] = set()
         self.slow: dict[tuple[int, int], float] = {}
         self.bound: dict[tuple[str, int], object] = {}
         self.connections: list[tuple[int, int, Callable[[], None]]] = []
         self.held: list[Flow] = []
-        self._cut_since = 0.0
         self._ports = 40000
 
     @staticmethod
@@ -269,9 +272,7 @@ class Network:
 
     def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Let nothing through between some pairs, in this direction, until :meth:`heal`."""
-        if not self.cuts:
-            self._cut_since = self.run.now
-        self.cuts |= set(pairs)
+        self.cuts = {**dict.fromkeys(pairs, self.run.now), **self.cuts}
         self.run.note(f"network cut: {sorted(self.cuts)}")
 
     def heal(self) -> None:
@@ -279,10 +280,10 @@ class Network:
         if not self.cuts:
             return
         self.run.note("network repaired")
-        lasted = self.run.now - self._cut_since
-        self.cuts = set()
+        cuts, self.cuts = self.cuts, {}
         held, self.held = self.held, []
-        for flow in held:
+        for flow in held:  # TCP tries again after as long as it has tried, at most
+            lasted = self.run.now - cuts.get((flow.sender, flow.receiver), self.run.now)
             flow.resume(lasted * self.choices.random())
 
     def reset(self, one: int, other: int) -> None:
