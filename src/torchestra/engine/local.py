@@ -29,7 +29,7 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.heap import bytes_of_heap
 from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
-from torchestra.engine.p2p.mailbox import Mailbox
+from torchestra.engine.p2p.mailbox import Mailbox, weak_rank_name
 from torchestra.engine.p2p.transfer import Transfer
 from torchestra.engine.prepared import PreparedKernel
 from torchestra.engine.reclaiming import reclaim
@@ -274,7 +274,7 @@ class LocalEngine(Engine):
             context.size,
             context.name,
             kind_name=DTYPE_NAMES.__getitem__,
-            rank_name=context.describe,
+            rank_name=weak_rank_name(context.describe),
             peers_are_threads=current_thread_rank() is not None,
         )
         threads = isinstance(context.peers, PeerThreads)

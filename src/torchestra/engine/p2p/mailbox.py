@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchestra.engine.layout import ABORTED, DONE, MISMATCH
 from torchestra.engine.p2p import kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.progress import CLOSE_SECONDS, POLL_SECONDS, Transfers
-from torchestra.engine.p2p.transfer import Record, Transfer, Waiter
+from torchestra.engine.p2p.transfer import RankName, Record, Transfer, Waiter
 
 _run: Any = kernels.run
 _cancel: Any = kernels.cancel
@@ -29,6 +30,20 @@ _discard: Any = kernels.discard
 # A wait that finds the mailbox's thread at work asks it to leave off, and looks so often, after so long each.
 _CLAIMS = 5
 _CLAIM_SECONDS = 0.0002
+
+
+def weak_rank_name(method: RankName) -> RankName:
+    """Return what a method calls a rank, without keeping its object.
+
+    A mailbox and the thread that serves it refer to each other, so it keeps all else until a collection.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def rank_name(rank: int) -> str:
+        described = reference()
+        return f"rank {rank}" if described is None else described(rank)
+
+    return rank_name
 
 
 class Mailbox(Transfers):
