@@ -1,4 +1,4 @@
-"""The header of a call or an answer: the references within, and the scope."""
+"""What a call takes while it is made, and the header of a call or an answer: references, and the scope."""
 
 from __future__ import annotations
 
