@@ -7,12 +7,12 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from torchestra.errors import (
     RankFailedError,
     StoreTimeoutError,
 )
+from torchestra.system.thread_frames import current_frames, without_collections
 from worlds import (
     Outcome,
     RankDied,
@@ -232,9 +233,10 @@ def interrupt_inside(function: Callable[..., Any]) -> None:
     """Interrupt the main thread when it has been in this function for a while."""
     main, looks = threading.main_thread().ident, 0
     while looks < 20:
-        frame = sys._current_frames()[main]
-        while frame is not None and frame.f_code is not function.__code__:
-            frame = frame.f_back
+        with without_collections():
+            frame: FrameType | None = current_frames()[main]
+            while frame is not None and frame.f_code is not function.__code__:
+                frame = frame.f_back
         looks = 0 if frame is None else looks + 1
         del frame
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Looking at frames of other threads runs no finaliser while the interpreter holds its lock of threads."""
+"""Looking at frames of other threads runs no finaliser meanwhile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from types import FrameType
 
 import pytest
 
+from torchestra.engine.diagnosis import lock_waits, program
 from torchestra.engine.diagnosis.program import describe_programs
+from torchestra.engine.recorder import callsites
 from torchestra.engine.recorder.callsites import call_site
+from torchestra.launcher import threads
 from torchestra.system import thread_frames
 
 
@@ -30,6 +33,33 @@ def test_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     other.join()
     assert len(collects) >= 4
     assert not any(collects)
+
+
+def test_nothing_is_collected_while_frames_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 a finaliser that let go of the interpreter's lock there crashed the process."""
+    collects: list[bool] = []
+
+    def look(frame: object) -> bool:
+        collects.append(gc.isenabled())
+        return False
+
+    for module in (callsites, program, lock_waits):
+        monkeypatch.setattr(module, "is_of_the_program", look)
+    monkeypatch.setattr(threads.traceback, "extract_stack", look)
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait, daemon=True)
+    other.start()
+    for walk in (lambda: call_site(other.ident), lambda: describe_programs([other])):
+        walk()
+        assert collects
+        assert not any(collects)
+        collects.clear()
+    ranks = threads.ThreadRanks(1, lambda rank: ended.wait())
+    ranks.ranks[0].frames()
+    ended.set()
+    assert ranks.join(60.0, 1.0)
+    other.join()
+    assert collects == [False]
 
 
 def test_collections_are_as_before_afterwards() -> None:

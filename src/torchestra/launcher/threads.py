@@ -18,7 +18,7 @@ from torchestra.launcher.root_cause import FailedRank, failure_from, root_cause
 from torchestra.launcher.spec import Failure
 from torchestra.launcher.thread_output import outputs_by_rank
 from torchestra.store import HashStore
-from torchestra.system.thread_frames import current_frames
+from torchestra.system.thread_frames import current_frames, without_collections
 from torchestra.world.registry import thread_rank
 
 T = TypeVar("T")
@@ -46,8 +46,9 @@ class ThreadRank:
 
     def frames(self) -> traceback.StackSummary:
         """Return the rank's current stack, the outermost frame first."""
-        frame = current_frames().get(self.thread.ident or 0)
-        return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
+        with without_collections():
+            frame = current_frames().get(self.thread.ident or 0)
+            return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
 
     def stack(self) -> str:
         """Return :meth:`frames` as text."""

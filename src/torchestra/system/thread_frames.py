@@ -1,8 +1,14 @@
-"""The frames of all threads, without a garbage collection while the interpreter finds them.
+"""The frames of all threads, without a garbage collection while somebody looks at them.
 
-It holds a lock of its own meanwhile, which each thread that starts or ends takes as well, with the
-interpreter's lock in hand. A finaliser that a collection runs there, and that lets go of the interpreter's
-lock, may so never get it back: the whole process stands still (CPython's issue 106883; 3.11.7 has it).
+The interpreter holds a lock of its own while it finds them, which each thread that starts or ends takes as
+well, with the interpreter's lock in hand. A finaliser that a collection runs there, and that lets go of the
+interpreter's lock, may so never get it back: the whole process stands still (CPython's issue 106883; 3.11.7
+has it).
+
+Python 3.11 makes the object of a frame when somebody asks for it, by ``f_back``, and may collect garbage for
+that. A finaliser that lets go of the interpreter's lock there lets the frame's thread return from it: then
+the object describes memory that other frames use by now, and the process crashes, or walks on for ever. So
+whoever walks outwards from a frame of another thread does it in :func:`without_collections`.
 """
 
 from __future__ import annotations
@@ -11,11 +17,10 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 # Else one thread might allow collections while another still looks. A finaliser may look, too.
 _looking = threading.RLock()
@@ -24,22 +29,26 @@ _turned_off = False
 
 def current_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread, by its identifier."""
-    return _without_collections(sys._current_frames)
+    with without_collections():
+        return sys._current_frames()
 
 
 def current_exceptions() -> dict[int, Any]:
     """Return what each thread handles, by its identifier, as ``sys._current_exceptions()`` has it."""
-    return _without_collections(sys._current_exceptions)
+    with without_collections():
+        return sys._current_exceptions()
 
 
-def _without_collections(look: Callable[[], T]) -> T:
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage while the block runs, on any thread; such blocks of several threads run in turn."""
     global _turned_off
     with _looking:
         collects = gc.isenabled()
         try:
-            _turned_off = collects
+            _turned_off = _turned_off or collects
             gc.disable()
-            return look()
+            yield
         finally:
             if collects:
                 gc.enable()

@@ -23,7 +23,7 @@ from torchestra.engine.recorder.callsites import (
     raise_site,
 )
 from torchestra.engine.recorder.flight_record import Readable, read_rank, tick_scale
-from torchestra.system.thread_frames import current_exceptions, current_frames
+from torchestra.system.thread_frames import current_exceptions, current_frames, without_collections
 
 _STILL_SECONDS = 0.01
 _MAX_FRAMES = 8
@@ -63,10 +63,11 @@ def describe_programs(programs: Sequence[threading.Thread], group: Arena | None 
     ]  # now, not when it looks again
     stacks = _stacks()
     try:
-        return [
-            _describe(program, location, stacks, group)
-            for program, location in zip(programs, locations, strict=True)
-        ]
+        with without_collections():
+            return [
+                _describe(program, location, stacks, group)
+                for program, location in zip(programs, locations, strict=True)
+            ]
     finally:
         stacks.clear()  # frames keep alive what their functions hold
 
@@ -94,9 +95,10 @@ def _stacks() -> dict[int, ThreadStack]:
     time.sleep(_STILL_SECONDS)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {}
-    for thread, frame in current_frames().items():
-        still = thread != own and thread in before and before[thread] == (frame, frame.f_lasti)
-        found[thread] = ThreadStack(names.get(thread, "?"), frame, still, _inside(frame))
+    with without_collections():
+        for thread, frame in current_frames().items():
+            still = thread != own and thread in before and before[thread] == (frame, frame.f_lasti)
+            found[thread] = ThreadStack(names.get(thread, "?"), frame, still, _inside(frame))
     # Or this function's own frame, which is among them, keeps them alive, and itself.
     before.clear()
     del frame

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-from torchestra.system.thread_frames import current_frames
+from torchestra.system.thread_frames import current_frames, without_collections
 
 _MAX_CHARACTERS = 200
 _TEST_RUNNERS = ("_pytest", "pytest", "pluggy", "pytest_timeout", "xdist", "execnet")
@@ -94,9 +94,15 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
         thread: its identifier; default: the calling one.
         otherwise: the thread to report on if that one is torchestra's own, without a line of the program.
     """
-    # Not the frame of this function, which would keep itself alive, and with it all that its callers hold.
-    own = thread is None or thread == threading.get_ident()
-    frame: FrameType | None = sys._getframe(1) if own else current_frames().get(thread or 0)
+    if thread is None or thread == threading.get_ident():
+        # Not the frame of this function, which would keep itself alive, and all that its callers hold.
+        return _site_of(sys._getframe(1), threading.get_ident(), otherwise)
+    with without_collections():
+        return _site_of(current_frames().get(thread), thread, otherwise)
+
+
+def _site_of(frame: FrameType | None, thread: int, otherwise: int | None) -> str:
+    """Return the line of a thread, by its innermost frame; see :func:`call_site`."""
     innermost = outermost = frame
     started_by: FrameType | None = None
     while frame is not None and not is_of_the_program(frame):
@@ -105,7 +111,7 @@ def call_site(thread: int | None = None, otherwise: int | None = None) -> str:
         outermost, frame = frame, frame.f_back
     if frame is None and _is_torchs_own_thread(outermost, started_by):
         frame = started_by
-    if frame is None and otherwise not in (None, thread or threading.get_ident()):
+    if frame is None and otherwise not in (None, thread):
         return call_site(otherwise)
     frame = frame or innermost
     if frame is None:
