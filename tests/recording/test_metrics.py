@@ -138,6 +138,14 @@ def test_prometheus_reads_what_is_served_and_ctrl_c_ends_it(job: ProcessWorld) -
         assert server.wait(SOON) == 0
 
 
+@pytest.mark.parametrize("port", ["that another program has", "that there is not"])
+def test_an_address_that_cannot_be_served_is_named(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        number = 70_000 if "not" in port else other.getsockname()[1]
+        assert main(["metrics", "--port", str(number)]) == 1
+    assert f"cannot serve at 127.0.0.1, port {number}: " in capsys.readouterr().err
+
+
 def test_node_exporter_finds_a_whole_file(job: ProcessWorld, tmp_path: Path) -> None:
     path = tmp_path / "torchestra.prom"
     with started("--textfile", str(path), "--interval", "0.01") as writer:

@@ -309,7 +309,13 @@ def _write_for_ever(registry: CollectorRegistry, path: Path, interval_s: float) 
 def _serve(registry: CollectorRegistry, address: str, port: int) -> None:
     from prometheus_client import start_http_server
 
-    server, thread = start_http_server(port, address, registry)
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except (OSError, OverflowError) as error:  # the second: no number of a port
+        raise DistError(
+            f"cannot serve at {address}, port {port}: {error}; choose others by --address and --port, 0 for"
+            " any free port"
+        ) from error
     print(f"torchestra metrics: http://{address}:{server.server_port}/metrics", flush=True)
     try:
         with Interrupts() as interrupts:
