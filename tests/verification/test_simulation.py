@@ -60,7 +60,7 @@ _WITH_AIMED_RUNS = (
 
 @pytest.mark.parametrize("name", _WITH_AIMED_RUNS)
 def test_what_is_broken_is_found_out_by_aimed_runs(name: str) -> None:
-    """The last two of launchers, and those of all others, are defects that there were."""
+    """The last three of launchers, and those of all others, are defects that there were."""
     mutation = _WITH_AIMED_RUNS[name]
     with worlds():
         assert mutation.failure(0) == ""

@@ -1,6 +1,6 @@
 """Ways to break the launchers of a job on several hosts, each with a run that shows it.
 
-The last two are defects that the simulation has found, put back.
+The last three are defects that the simulation has found, put back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from torchestra.launcher import failure_policy, node_ranks, nodes
+from torchestra.launcher.job import Job
 from torchestra.launcher.node_ranks import LauncherDetector, NodeRanks
 from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.replacements import ElasticLimits, Replacements
@@ -61,13 +62,14 @@ def _job(
     seed: int,
     *faults: Fault,
     hosts: int = 2,
+    ranks: int = 2,
     limits: ElasticLimits | None = None,
     spares: int = 0,
     max_failures: int = 0,
     until: float = 4.0,
 ) -> LaunchingWorld:
     starts = (0.0,) * (hosts + spares)
-    given = Terms(hosts, spares, (2,) * hosts, limits, max_failures, 1, starts, until)
+    given = Terms(hosts, spares, (ranks,) * hosts, limits, max_failures, 1, starts, until)
     plan = Plan(seed, range(hosts + spares), 0.0, Quality(), [*faults], most_turns=60_000)
     return LaunchingWorld(plan, given)
 
@@ -78,6 +80,11 @@ def _one_error(seed: int) -> LaunchingWorld:
 
 def _one_dies(seed: int) -> LaunchingWorld:
     return _job(seed, Fault(2.0, "death", 1, 1, -1, 0.0), until=5.0)
+
+
+def _one_dies_elsewhere(seed: int) -> LaunchingWorld:
+    """Return a run in which all ranks of a host fail, and the cause is on another."""
+    return _job(seed, Fault(2.0, "death", 0, 1, -1, 0.0), ranks=1, until=5.0)
 
 
 def _one_too_many(seed: int) -> LaunchingWorld:
@@ -162,6 +169,9 @@ MUTATIONS: dict[str, Mutation] = {
     "blame the first": Mutation(failure_policy, "root_cause", _blame_the_first, _one_dies, "blames ranks"),
     "take looking for a primary for silence": Mutation(
         node_ranks, "FAILOVER_SECONDS", 0.0, _lost_primary, "which is well"
+    ),
+    "await no cause of another host": Mutation(
+        Job, "_awaits_cause", lambda self: False, _one_dies_elsewhere, "blames ranks"
     ),
     "await a lost store": Mutation(nodes, "_LAST_WORDS_SECONDS", 600.0, _lost_host, "ended long after"),
 }

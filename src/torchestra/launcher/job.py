@@ -95,6 +95,8 @@ class Job(JobListener):
         when_stopped: called before the ranks are ended.
         consequence_settle_s: how many seconds to wait for a cause while every failure only says that another
             rank is gone.
+        spans_nodes: whether the job has ranks on other nodes, so that the cause may be there: then it is
+            waited for although all ranks here have ended.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Job(JobListener):
         self.when_failing: Callable[[], None] = lambda: None
         self.when_stopped: Callable[[], None] = lambda: None
         self.consequence_settle_s = settle_s * _SETTLE_CONSEQUENCE
+        self.spans_nodes = False
         self.when_survived: Callable[[FailedRank], None] = lambda _: None
         self.policy = FailurePolicy(min(max_failures, (spec.world_size or spec.nproc) - 1))
         self._settle_s = settle_s
@@ -175,7 +178,7 @@ class Job(JobListener):
 
     def wait(self, until: float = math.inf) -> None:
         """Continue a :meth:`run` that an exception left, at most until a ``time.monotonic()``."""
-        while self._alive and time.monotonic() < until:
+        while (self._alive or self._awaits_cause()) and time.monotonic() < until:
             self.step(until)
         self.show_all()
         self.cause = self.cause or self._cause_so_far()
@@ -289,6 +292,13 @@ class Job(JobListener):
         all_failed = (state.failed_rank(self._must_return) for state in self.ranks)
         in_time = [failed for failed in all_failed if failed is not None and failed.time <= until]
         return self.policy.cause(in_time)
+
+    def _awaits_cause(self) -> bool:
+        """Return whether what has failed here is a consequence, of which another node may yet tell the cause."""
+        if not self.spans_nodes or self.stopping:
+            return False
+        cause = self._cause_so_far()
+        return cause is not None and cause.consequence
 
     def _stop_due(self) -> float:
         """Return when the first failure is to stop the job; infinity if there is none."""

@@ -42,7 +42,7 @@ def prepare(
     job.when_stopped = job.when_failing = lambda: dumps.hold(job.pids)
     if nodes is not None:
         job.when_stopped = partial(_stopped, job, nodes, dumps)
-        job.consequence_settle_s = _SETTLE_CONSEQUENCE_OF_NODES_S
+        job.spans_nodes, job.consequence_settle_s = True, _SETTLE_CONSEQUENCE_OF_NODES_S
         nodes.notify(partial(job.loop.call_soon_threadsafe, partial(_end_with_others, job, nodes)))
 
 
