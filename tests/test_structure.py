@@ -194,6 +194,17 @@ def test_an_import_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None
         (gc.enable if before else gc.disable)()
 
 
+def test_names_of_subpackages_are_found_by_who_looks_in_the_package() -> None:
+    where = r"it is torchestra\.nn\.parallel\.DistributedDataParallel \(import torchestra\.nn\.parallel\)"
+    with pytest.raises(AttributeError, match=where) as error:
+        torchestra.DistributedDataParallel  # noqa: B018
+    assert error.value.name is None  # the interpreter would suggest a name that is like it
+    with pytest.raises(AttributeError) as error:
+        torchestra.all_redcue  # noqa: B018
+    assert error.value.name == "all_redcue"
+    assert not hasattr(torchestra, "__no_such_name__")
+
+
 def test_test_modules_have_names_of_their_own() -> None:
     """pytest imports them by their last name."""
     names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]

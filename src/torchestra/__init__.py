@@ -6,11 +6,12 @@ torch.
 
 import lazy_loader
 
+from torchestra.system.missing_names import with_advice
 from torchestra.system.module_aliases import AliasFinder
 from torchestra.system.quick_import import without_collection
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__getattr__ = without_collection(_load)
+__getattr__ = with_advice(__name__, __file__, without_collection(_load))
 
 AliasFinder({"torchestra.options": {"torchestra.arguments.options": "*"}}).install()  # as it was called
 

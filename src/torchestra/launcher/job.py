@@ -294,7 +294,7 @@ class Job(JobListener):
         return self.policy.cause(in_time)
 
     def _awaits_cause(self) -> bool:
-        """Return whether what has failed here is a consequence, of which another node may yet tell the cause."""
+        """Return whether all failures here are consequences, of which another node may yet tell the cause."""
         if not self.spans_nodes or self.stopping:
             return False
         cause = self._cause_so_far()
