@@ -46,6 +46,7 @@ from torchestra.engine.native.atomics import (
     spin_hint,
     store,
     store_ordered,
+    store_release,
     syscall,
 )
 from torchestra.engine.p2p import layout as w
@@ -204,7 +205,7 @@ def _find(state, only):
 @short_kernel
 def find_message(state, only):
     """Find a message (from one source only, unless -1), with the lead: 1 and it in the OUT words, or 0."""
-    store(state + LED, load(state + LED) + 1)
+    store_release(state + LED, load(state + LED) + 1)
     found = _find(state, only)
     if found == 0:
         return 0
@@ -237,9 +238,23 @@ def _pull(state, peer):
 
 
 @kernel
+def _any_message(state):
+    """Return whether there is a message, for whoever need not lead: it reads what only leaders write."""
+    rank = load(state + w.RANK)
+    for peer in range(load(state + w.SIZE)):
+        channel = ring.channel_of(state, peer, rank)
+        taken = load_acquire(channel + w.TAKEN)
+        slot = channel + w.SLOTS_AT + (taken & (w.SLOTS - 1)) * w.SLOT_BYTES
+        has_come = load_acquire(slot + w.STAMP) == taken + 1
+        if has_come and load_acquire(peer_of(state, peer) + w.CURRENT) != w.BROKEN:
+            return 1
+    return 0
+
+
+@kernel
 def _wake_follower(state):
     """If there is a message and nobody leads, wake the follower."""
-    if _find(state, -1) != 0:
+    if _any_message(state) != 0:
         watch = _doorbell(state, load(state + w.RANK)) + FOLLOWER
         if load_ordered(watch + STATUS) > 0:
             _wake(watch)
@@ -377,18 +392,18 @@ def watch(state):
         rung = load_ordered(pair)
         fetch_add(pair + STATUS, 1)
         full_fence()
-        if _find(state, -1) == 0 and load_ordered(state + CLOSING) == 0:
+        if _any_message(state) == 0 and load_ordered(state + CLOSING) == 0:
             _sleep(state, pair, rung)
         fetch_add(pair + STATUS, -1)
         if load_acquire(state + CLOSING) != 0:
             return INTERRUPTED
-        if _find(state, -1) == 0:
+        if _any_message(state) == 0:
             if load_ordered(pair) == rung:
                 return PENDING
             continue
         led = load_acquire(state + LED)
         syscall(FUTEX, state + CLOSING, FUTEX_WAIT, 0, grace, 0, 0)
-        if load_acquire(state + LED) == led and _find(state, -1) != 0:
+        if load_acquire(state + LED) == led and _any_message(state) != 0:
             return DONE
         store(grace + 8, min(2 * load(grace + 8), _LONGEST_GRACE))
     return PENDING
@@ -397,7 +412,7 @@ def watch(state):
 @kernel
 def abandon(state, peer):
     """Take nothing more from a peer."""
-    store(peer_of(state, peer) + w.CURRENT, w.BROKEN)
+    store_release(peer_of(state, peer) + w.CURRENT, w.BROKEN)
     return 0
 
 
