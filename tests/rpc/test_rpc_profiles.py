@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from typing import Any
@@ -17,6 +18,7 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.compat import rpc as compat_rpc
+from torchestra.rpc.profiling import run_for_server_profiles
 from torchestra.compat.rpc import _server_process_global_profile
 from torchestra.rpc.profiling import profile
 
@@ -129,6 +131,29 @@ def profiles_of_a_server(rank: int) -> None:
 
 def test_a_server_records_what_is_called_on_it_while_its_profile_is_on() -> None:
     rpc_workers.run("processes", 2, profiles_of_a_server)
+
+
+def last_for_long() -> None:
+    with torch.profiler.record_function("long"):
+        time.sleep(0.05)
+
+
+def begin_late(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.01)
+    return x - x
+
+
+def test_a_short_call_is_not_taken_for_a_part_of_a_longer_one_before_it() -> None:
+    """Torch has the times of each call since that began; both are executed by one thread here."""
+    profiled = _server_process_global_profile()
+    with profiled:
+        run_for_server_profiles(last_for_long, (), None)
+        run_for_server_profiles(begin_late, (torch.ones(2),), None)
+    names = [
+        [event.name for event in events if event.cpu_parent is None]
+        for events in profiled.process_global_function_events
+    ]
+    assert names == [["long"], ["aten::sub"]]
 
 
 def names_of_both(rank: int) -> None:
