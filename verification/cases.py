@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 from torchestra.engine import layout as at
 from torchestra.engine.native.declarations import KernelSource
 from torchestra.engine.p2p import layout as w
-from verification import drivers, message_drivers, record_drivers
+from verification import drivers, endpoint_drivers, message_drivers, record_drivers
 from verification.execution import load, now, store
 from verification.memory import Known
 from verification.operations import ALLOCATED, OPERATIONS
@@ -94,6 +95,7 @@ class Case:
         sizes: into which operations are cut.
         rules: for events other than the ranks' own steps.
         recorded: with the flight recorder.
+        model: changes kernels, so that there are fewer states.
     """
 
     name: str
@@ -103,10 +105,11 @@ class Case:
     sizes: Sizes = field(default_factory=Sizes)
     rules: Rules = field(default_factory=Rules)
     recorded: bool = False
+    model: Edit = unchanged
 
     def kernels(self, edit: Edit = unchanged) -> Library:
         """Return the kernels that this case runs."""
-        return library(edit, recorded=self.recorded)
+        return library(lambda name, tree: self.model(name, edit(name, tree)), recorded=self.recorded)
 
     def make(self, kernels: Library, ranks: Ranks) -> Make:
         """Return the function that makes the first state, of ranks in a new arena."""
@@ -172,6 +175,60 @@ def message(count: int, *more: int, ring: int = 256) -> Arguments:
     )
 
 
+def calls(count: int, messages: int, *, threads: int, ring: int = 256) -> Arguments:
+    """Return the arguments of rank 0, which sends messages, and of threads of rank 1's pool.
+
+    The first of these works with its first message until all have come, if there is another.
+    """
+    return lambda ranks, rank: (
+        ranks.endpoint(min(rank, 1), 1 if rank == 0 else threads, ring),
+        ranks.shared_words(32),
+        ranks.tensor(rank, 16),
+        ranks.tensor(rank, count),
+        count,
+        messages,
+        rank == 0,
+        rank == 1 and threads > 1,
+    )
+
+
+def calls_of_two_to_two(messages: int) -> Arguments:
+    """Return the arguments of two threads of rank 0, which send to ranks 1 and 2, and of a thread of each."""
+    return lambda ranks, thread: (
+        ranks.endpoint(thread % 3, 1 if thread % 3 else 2),
+        ranks.shared_words(64) + 256 * (thread == 2),
+        ranks.tensor(thread, 16),
+        ranks.tensor(thread, 1),
+        1,
+        messages,
+        {0: 1, 3: 2}.get(thread, 0),
+        0,
+    )
+
+
+def _no_grace(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
+    """Have a follower watch once, without a grace: other threads may do as much between two of its steps."""
+    if name != "p2p.endpoint_kernels.watch":
+        return tree
+    text = ast.unparse(tree)
+    for old, new in (("syscall(FUTEX, state + CLOSING, FUTEX_WAIT, 0, grace, 0, 0)", "0"), ("_WATCHES", "1")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return cast(ast.FunctionDef, ast.parse(text).body[0])
+
+
+def _slots(number: int) -> Edit:
+    """Have channels be full with so many messages."""
+
+    def change(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
+        if not name.startswith("p2p."):
+            return tree
+        text = re.sub(r"w\.SLOTS\b", str(number), ast.unparse(tree))
+        return cast(ast.FunctionDef, ast.parse(text).body[0])
+
+    return change
+
+
 _CRASH = Rules(crashes=1)
 _SPURIOUS = Rules(spurious=1)
 _BOUNDED = Rules(preemptions=2)
@@ -180,7 +237,7 @@ _LENT = Sizes(single_copy=64)
 _LENT_IN_VAIN = Sizes(single_copy=64, unable=(1,))
 # Beside the flag, in a slot, in two chunks.
 _SMALL, _SLOT, _CHUNKS = 1, 7, 200
-d, m, e = drivers, message_drivers, record_drivers
+d, m, e, c = drivers, message_drivers, record_drivers, endpoint_drivers
 
 
 def _after(ranks: Ranks, rank: int, sequence: int) -> int:
@@ -243,6 +300,15 @@ CASES = [
     Case("a message as long as two rings", 2, m.stream, message(32, 1, ring=128), rules=_BOUNDED),
     Case("a message longer than the ring, a rank crashes", 2, m.stream, message(40, 1),
          rules=Rules(crashes=1, preemptions=1)),
+    Case("calls", 2, c.calls, calls(1, 2, threads=1)),
+    Case("calls through the ring", 2, c.calls, calls(12, 3, threads=1)),
+    Case("calls, few slots", 2, c.calls, calls(1, 4, threads=1), model=_slots(2)),
+    Case("calls of two threads to two ranks, one slot", 4, c.calls, calls_of_two_to_two(2), model=_slots(1)),
+    Case("a call longer than the ring", 2, c.calls, calls(40, 1, threads=1), rules=_BOUNDED),
+    Case("calls, the caller crashes", 2, c.calls, calls(1, 2, threads=1), rules=_CRASH),
+    Case("calls of two threads", 3, c.calls, calls(1, 2, threads=2), model=_no_grace),
+    Case("calls of two threads, few slots", 3, c.calls, calls(1, 3, threads=2),
+         model=lambda name, tree: _slots(2)(name, _no_grace(name, tree))),
     Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 0), rules=_TIMED),
     Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 1, 1), rules=_TIMED),
     Case("barrier, numbers wrap", 2, d.barriers, lambda r, k: (_after(r, k, 254), 3)),

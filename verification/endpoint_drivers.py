@@ -116,8 +116,8 @@ def be_in_pool(state, words, tensor, count, messages, works):
 
 
 @driver
-def calls(state, words, record, tensor, count, messages, role, works):
-    """Be the thread that sends (0), or one of the pool that receives."""
-    if role == 0:
-        return send_messages(state, record, tensor, count, messages, 1)
+def calls(state, words, record, tensor, count, messages, receiver, works):
+    """Be a thread of rank 0 that sends to a receiver, or (0) one of a pool that receives from rank 0."""
+    if receiver != 0:
+        return send_messages(state, record, tensor, count, messages, receiver)
     return be_in_pool(state, words, tensor, count, messages, works)

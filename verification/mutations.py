@@ -53,6 +53,7 @@ _WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE, _EXCHANGE, _LENDING = (
     f"kernels.{name}."
     for name in ("waiting", "buffers", "eager", "move", "reduce", "exchange", "single_copy")
 )
+_ENDPOINT = "p2p.endpoint_kernels."
 _RING, _DOORBELL, _RECORD = "p2p.ring.", "kernels.doorbell.", "recorder.recorder."
 _FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
 
@@ -208,6 +209,58 @@ MUTATIONS = [
         _RING + "take", "load_acquire(channel", "load_relaxed(channel", "a message longer than the ring"
     ),
     Mutation(_RING + "ring_doorbell", "fetch_add(doorbell + w.RUNG, 1)\n", "pass\n", "messages"),
+    # Calls.
+    Mutation(_ENDPOINT + "_put", "_ring_for_message(state, peer)", "pass", "calls"),
+    Mutation(_ENDPOINT + "_ring_for_message", "who == NOBODY", "False", "calls of two threads"),
+    Mutation(_ENDPOINT + "_wake", "fetch_add(pair, 1)\n", "pass\n", "calls"),
+    Mutation(_ENDPOINT + "await_message", "if _find(state, only) == 0 and", "if", "calls"),
+    Mutation(
+        _ENDPOINT + "await_message",
+        "rung = load_ordered(lead)\n        store_ordered(lead + STATUS, ASLEEP)",
+        "store_ordered(lead + STATUS, ASLEEP)\n        rung = load_ordered(lead)",
+        "calls",
+    ),
+    Mutation(
+        _ENDPOINT + "await_message",
+        "store_ordered(lead + STATUS, ASLEEP)\n        full_fence()",
+        "store_release(lead + STATUS, ASLEEP)",
+        "calls through the ring",
+    ),
+    Mutation(_ENDPOINT + "begin_receive", "_wake_follower(state)", "pass", "calls of two threads"),
+    Mutation(_ENDPOINT + "watch", "_any_message(state) == 0 and ", "", "calls of two threads"),
+    Mutation(
+        _ENDPOINT + "watch",
+        "fetch_add(pair + STATUS, 1)\n        full_fence()",
+        "store_release(pair + STATUS, 1)",
+        "calls of two threads",
+    ),
+    Mutation(
+        _ENDPOINT + "await_message",
+        "store_ordered(lead + STATUS, NOBODY)\n        full_fence()",
+        "store_release(lead + STATUS, NOBODY)",
+        "calls of two threads",
+    ),
+    Mutation(_ENDPOINT + "_any_message", "taken + 1", "1", "calls of two threads, few slots"),
+    Mutation(_ENDPOINT + "_ring_room", "_wake(room)", "pass", "calls, few slots"),
+    Mutation(_ENDPOINT + "_is_half_full", "w.SLOTS >> 1", "-1", "calls, few slots"),
+    Mutation(_ENDPOINT + "begin_receive", "_ring_room(state, peer)", "pass", "calls, few slots"),
+    Mutation(
+        _ENDPOINT + "continue_send", "done = _push(state, record, peer)", "done = False", "calls, few slots"
+    ),
+    Mutation(
+        _ENDPOINT + "continue_send",
+        "store_ordered(room + STATUS, 1)\n        full_fence()",
+        "store_release(room + STATUS, 1)",
+        "calls through the ring",
+    ),
+    Mutation(
+        _ENDPOINT + "continue_send",
+        "rung = load_ordered(room)\n        moved = load(record + w.MOVED)\n"
+        "        store_ordered(room + STATUS, 1)",
+        "moved = load(record + w.MOVED)\n        store_ordered(room + STATUS, 1)\n"
+        "        rung = load_ordered(room)",
+        "calls, few slots",
+    ),
     # The doorbell of a queue.
     Mutation(_DOORBELL + "ring", "load_ordered(", "load_acquire(", "doorbell"),
     Mutation(

@@ -20,6 +20,7 @@ from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import find_heaps
 from torchestra.engine.native.declarations import KernelSource
 from torchestra.engine.p2p import layout as p2p
+from torchestra.engine.p2p.endpoint import Endpoint
 from torchestra.engine.p2p.layout import channel_area_bytes
 from torchestra.engine.p2p.mailbox import Mailbox
 from verification.execution import Execution, Start
@@ -66,6 +67,7 @@ class Ranks:
         self._private: list[list[range]] = [[range(ALLOCATED, ALLOCATED + (1 << 30))] for _ in range(size)]
         self._kept: list[object] = []
         self._words: np.ndarray | None = None
+        self._endpoints: dict[int, Endpoint] = {}
         for rank, context in enumerate(self.contexts):
             for offset, value in (
                 (at.SPINS, 0), (at.YIELDS, 0), (at.STREAM_ABOVE, sizes.stream_above),
@@ -148,6 +150,23 @@ class Ranks:
         for offset, value in ((p2p.RING_BYTES, ring), (p2p.PIECE_BYTES, piece)):
             mailbox._words[offset // WORD] = value
         return self.own(rank, mailbox._words)
+
+    def endpoint(self, rank: int, threads: int, ring: int = 256) -> int:
+        """Return the address of the state of a rank's endpoint, with a short ring; the same at each call.
+
+        Args:
+            threads: how many use it; if several, it is no rank's own.
+        """
+        if rank not in self._endpoints:
+            base = self.arena.address + self.layout.channels
+            made = Endpoint(self.contexts[rank].address, base, rank, self.size, lambda _: False)
+            for offset, value in ((p2p.RING_BYTES, ring), (p2p.PIECE_BYTES, ring)):
+                made._words[offset // WORD] = value
+            self._endpoints[rank] = made
+            if threads == 1:
+                for words in (made._words, made._grace, made._text):
+                    self.own(rank, words)
+        return int(self._endpoints[rank]._words.ctypes.data)
 
     def shared_words(self, number: int, *first: int) -> int:
         """Return the address of words that all ranks use; the same at each call. ``first``: their values."""

@@ -12,7 +12,10 @@ looked), and then comes back to take the lead itself. So a message that finds ev
 which answers it without waking another, and a function that runs for long keeps no message waiting. As long
 as leaders take the messages the grace grows, so that many small calls do not have it wake up for nothing.
 
-*Room.* What a thread sleeps on that found a channel full.
+*Room.* What a thread sleeps on that found a channel full. STATUS is 1 from when one is about to until a peer
+takes that down, and wakes them all; those that still find no room set it again, each after it has looked at
+RUNG. A peer does so when the channel is half empty: for each message, two threads would wake each other all
+the time. It takes the others, too, as somebody always receives, so it comes to that.
 
 A rank may post to itself, from one thread: so what comes in by other ways is found among the messages.
 
@@ -120,18 +123,28 @@ def _ring_for_message(state, peer):
 
 
 @kernel
+def _is_half_full(state, peer):
+    """Return whether more than half of the slots from ``peer`` hold messages that are yet to be taken."""
+    channel = ring.channel_of(state, peer, load(state + w.RANK))
+    number = load(peer_of(state, peer) + w.GOT) + (w.SLOTS >> 1)
+    slot = channel + w.SLOTS_AT + (number & (w.SLOTS - 1)) * w.SLOT_BYTES
+    return load_acquire(slot + w.STAMP) == number + 1
+
+
+@kernel
 def _ring_room(state, peer):
+    """Wake those threads of ``peer`` that wait for room, as soon as there is enough."""
     room = _doorbell(state, peer) + ROOM
-    if load_ordered(room + STATUS) > 0:
+    is_awaited = load_ordered(room + STATUS) == 1 and not _is_half_full(state, peer)
+    if is_awaited and compare_exchange(room + STATUS, 1, 0) == 1:
         _wake(room)
 
 
 @kernel
 def _put(state, record, peer):
     """Send some of a message: whether there was room for any."""
-    moved = put(state, peer, record)
+    moved = put(state, peer, record)  # sequentially consistent, or with a fence at its end
     if moved:
-        full_fence()
         _ring_for_message(state, peer)
     return moved
 
@@ -170,12 +183,11 @@ def continue_send(state, record, peer):
     while not _push(state, record, peer):
         rung = load_ordered(room)
         moved = load(record + w.MOVED)
-        fetch_add(room + STATUS, 1)
+        store_ordered(room + STATUS, 1)
         full_fence()
         done = _push(state, record, peer)
         if not done and load(record + w.MOVED) == moved:
             _sleep(state, room, rung)
-        fetch_add(room + STATUS, -1)
         if done:
             break
         if load_ordered(room) == rung and load(record + w.MOVED) == moved:
@@ -221,9 +233,8 @@ def find_message(state, only):
 
 @kernel
 def _take(state, peer):
-    taken = take(state, peer, False)
+    taken = take(state, peer, False)  # with a fence at its end
     if taken:
-        full_fence()
         _ring_room(state, peer)
     return taken
 
@@ -266,12 +277,14 @@ def begin_receive(state, peer, address, is_last):
 
     ``is_last``: the leader takes no other directly after it.
     """
+    known = peer_of(state, peer)
     take_header(state, peer, next_header(state, peer), address)
-    full_fence()
-    _ring_room(state, peer)
-    _take(state, peer)
-    if load(peer_of(state, peer) + w.LEFT) != 0:
-        return PENDING
+    if load(known + w.LEFT) == 0:
+        _ring_room(state, peer)
+    else:
+        _take(state, peer)
+        if load(known + w.LEFT) != 0:
+            return PENDING
     if is_last != 0:
         _wake_follower(state)
     return DONE
