@@ -324,8 +324,8 @@ def _begin_again_and_look(transport: str) -> None:
     _begin_again(transport)
     _await_nothing_left()
     assert len(worlds.mappings()) <= before[0]
-    deadline = time.monotonic() + 30
-    while worlds.descriptors() - before[1] or threading.active_count() > before[2]:  # a FileStore's, for 10 ms
+    deadline = time.monotonic() + 30  # a FileStore's descriptors are closed by threads that take 10 ms
+    while worlds.descriptors() - before[1] or threading.active_count() > before[2]:
         assert time.monotonic() < deadline, (worlds.descriptors() - before[1], threading.enumerate())
         time.sleep(0.01)
 

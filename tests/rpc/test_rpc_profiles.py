@@ -18,9 +18,8 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.compat import rpc as compat_rpc
-from torchestra.rpc.profiling import run_for_server_profiles
 from torchestra.compat.rpc import _server_process_global_profile
-from torchestra.rpc.profiling import profile
+from torchestra.rpc.profiling import profile, run_for_server_profiles
 
 
 def work(x: torch.Tensor) -> torch.Tensor:
