@@ -11,7 +11,7 @@ from typing import Any, cast
 from torchestra.engine import layout as at
 from torchestra.engine.native.declarations import KernelSource
 from torchestra.engine.p2p import layout as w
-from verification import drivers, endpoint_drivers, message_drivers, record_drivers
+from verification import block_drivers, drivers, endpoint_drivers, message_drivers, record_drivers
 from verification.execution import load, now, store
 from verification.memory import Known
 from verification.operations import ALLOCATED, OPERATIONS
@@ -119,6 +119,17 @@ class Case:
 def in_place(count: int, *more: int, root: int = -1) -> Arguments:
     """Return the arguments of operations on one tensor of ``count`` words."""
     return lambda ranks, rank: (ranks.plan(rank, root=root), count, ranks.tensor(rank, count), *more)
+
+
+def of_list(count: int, *more: int) -> Arguments:
+    """Return the arguments of operations on a list of tensors, of ``count`` words together."""
+    return lambda ranks, rank: (
+        ranks.plan(rank),
+        count,
+        ranks.tensor(rank, count),
+        ranks.tensor(rank, 8),
+        *more,
+    )
 
 
 def between(count: int, inputs: int, outputs: int, *more: int, root: int = -1) -> Arguments:
@@ -237,7 +248,25 @@ _LENT = Sizes(single_copy=64)
 _LENT_IN_VAIN = Sizes(single_copy=64, unable=(1,))
 # Beside the flag, in a slot, in two chunks.
 _SMALL, _SLOT, _CHUNKS = 1, 7, 200
-d, m, e, c = drivers, message_drivers, record_drivers, endpoint_drivers
+d, m, e, c, b = drivers, message_drivers, record_drivers, endpoint_drivers, block_drivers
+
+
+def _beside_another(sending: bool) -> Arguments:
+    """Return the arguments of two threads of rank 0, and of rank 1."""
+    return lambda ranks, thread: (
+        ranks.mailbox(1) if thread == 1 else ranks.shared_mailbox(0),
+        ranks.shared_words(16),
+        ranks.tensor(thread, 16),
+        ranks.tensor(thread, 1),
+        thread,
+        sending,
+    )
+
+
+def _blocks(ranks: Ranks) -> tuple[int, int, int]:
+    """Return the addresses of a table of blocks, and of the memory of two."""
+    table = ranks.shared_words(32)
+    return table, table + 128, table + 192
 
 
 def _after(ranks: Ranks, rank: int, sequence: int) -> int:
@@ -267,6 +296,8 @@ CASES = [
     Case("all_reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, -1, 1)),
     Case("all_reduce in heaps", 2, d.all_reduces, in_heap(_CHUNKS, -1, 2)),
     Case("all_reduce in heaps, a rank crashes", 2, d.all_reduces, in_heap(_CHUNKS, -1, 1), rules=_CRASH),
+    Case("all_reduce of a list", 2, d.list_all_reduces, of_list(_SLOT, 3, 3)),
+    Case("all_reduce of a list in chunks", 2, d.list_all_reduces, of_list(_CHUNKS, 60, 1)),
     Case("reduce", 2, d.all_reduces, in_place(_SLOT, 0, 3, root=0)),
     Case("reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, 0, 1, root=0)),
     Case("broadcast", 2, d.broadcasts, in_place(6, 0, 3, root=0)),
@@ -300,6 +331,8 @@ CASES = [
     Case("a message as long as two rings", 2, m.stream, message(32, 1, ring=128), rules=_BOUNDED),
     Case("a message longer than the ring, a rank crashes", 2, m.stream, message(40, 1),
          rules=Rules(crashes=1, preemptions=1)),
+    Case("a message, and what another thread leaves", 3, m.call_and_leave, _beside_another(True)),
+    Case("a message for what another thread leaves", 3, m.call_and_leave, _beside_another(False)),
     Case("calls", 2, c.calls, calls(1, 2, threads=1)),
     Case("calls through the ring", 2, c.calls, calls(12, 3, threads=1)),
     Case("calls, few slots", 2, c.calls, calls(1, 4, threads=1), model=_slots(2)),
@@ -309,6 +342,10 @@ CASES = [
     Case("calls of two threads", 3, c.calls, calls(1, 2, threads=2), model=_no_grace),
     Case("calls of two threads, few slots", 3, c.calls, calls(1, 3, threads=2),
          model=lambda name, tree: _slots(2)(name, _no_grace(name, tree))),
+    Case("blocks, of two threads", 3, b.blocks_of_a_process,
+         lambda r, k: (*_blocks(r), k, (0, b.SHORT, b.SHORT)[k])),
+    Case("blocks, another in the place of one", 3, b.blocks_of_a_process,
+         lambda r, k: (*_blocks(r), k, (0, b.SHORT, b.LONG)[k])),
     Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 0), rules=_TIMED),
     Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 1, 1), rules=_TIMED),
     Case("barrier, numbers wrap", 2, d.barriers, lambda r, k: (_after(r, k, 254), 3)),

@@ -26,6 +26,7 @@ PENDING, DONE, ABORTED, MISMATCH, LATE_MISMATCH = (
 PLAN_META = at.PLAN_META
 
 all_reduce, all_gather, barrier, broadcast = reduce.all_reduce, move.all_gather, move.barrier, move.broadcast
+all_reduce_iovec = reduce.all_reduce_iovec
 reduce_scatter_even, all_to_all_even = reduce.reduce_scatter_even, exchange.all_to_all_even
 gather, scatter, scan = move.gather, move.scatter, prefix.scan
 increment_and_wake, sleep_while = shared_words.increment_and_wake, shared_words.sleep_while
@@ -89,6 +90,32 @@ def all_reduces(plan, count, tensor, root, operations):
                 for peer in range(size):
                     total += value(peer, operation, index)
                 expect(load(tensor + 8 * index), total)
+    return DONE
+
+
+@driver
+def list_all_reduces(plan, count, tensor, parts, first, operations):
+    """Reduce sums of a tensor that is given as two, of ``first`` elements and the others."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    store(parts, 0)
+    store(parts + 8, first)
+    store(parts + 16, count)
+    store(parts + 24, tensor)
+    store(parts + 32, tensor + 8 * first)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        code = all_reduce_iovec(plan, count, parts, 2)
+        while code == PENDING:
+            look_around(context)
+            code = all_reduce_iovec(plan, count, parts, 2)
+        if code != DONE:
+            return abort_after(context, code)
+        for index in range(count):
+            total = 0
+            for peer in range(load(context + SIZE)):
+                total += value(peer, operation, index)
+            expect(load(tensor + 8 * index), total)
     return DONE
 
 

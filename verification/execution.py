@@ -222,7 +222,7 @@ class Execution:
                 if words and kind != "syscall" and now.is_private(words[0]):
                     variables[wanted] = private_operation(kind, words)
                 elif kind in LOADS and words[0] not in self._written:
-                    variables[wanted] = self._initial(words[0])
+                    variables[wanted] = now.share(_read_atomically, words[0])
                 else:
                     kept = _kept(program, block, variables)
                     frames = (*callers, (program, block, place, (*kept[:-1], wanted)))
@@ -297,6 +297,10 @@ def store(address: int, value: int, *, streams: bool = False) -> None:
 
 def _read(world: World, rank: int, address: int) -> int:
     return world.memory.read(rank, address)
+
+
+def _read_atomically(world: World, rank: int, address: int) -> int:
+    return world.memory.read_atomically(rank, address)
 
 
 def _write(world: World, rank: int, address: int, value: int, streams: bool) -> None:

@@ -3,7 +3,8 @@
 Atomic words keep their history. A rank may read any value that is not older than one it knows of, by an
 acquire load of what another rank released (release/acquire with views: Kang et al., "A Promising Semantics
 for Relaxed-Memory Concurrency", POPL 2017, without promises). Sequentially consistent accesses and fences
-go through one more view that all share. Read-modify-write operations read the newest value. So this allows
+go through one more view that all share. Read-modify-write operations read the newest value, but for exchanges
+that fail. So this allows
 what C11 allows for the accesses that kernels have, load buffering aside, which needs relaxed ones.
 
 Other words are read and written in place; an access that is not ordered with another rank's by
@@ -39,9 +40,13 @@ class Known:
         weak: read by acquire loads. Of other words, which are read in the order of sequentially consistent
             accesses only, old values are dropped.
         written: atomic words that a rank writes, and their places in views. To read another is no event.
+        looked_at: other words that are read by atomic loads.
+        mixed: those of them that are written as words that are not atomic.
     """
 
     weak: set[int] = field(default_factory=set)
+    looked_at: set[int] = field(default_factory=set)
+    mixed: set[int] = field(default_factory=set)
     written: dict[int, int] = field(default_factory=dict)
 
 
@@ -147,8 +152,11 @@ class SharedMemory:
     def read(self, rank: int, address: int) -> int:
         """Read a word in place."""
         place = self.places.get(address)
-        if place is not None and self.history[place]:  # an atomic word, which only its own writer may read so
-            return self.history[place][-1][0]
+        if place is not None and self.history[place]:
+            messages = self.history[place]
+            if self.views[rank][place] < len(messages) - 1:
+                raise DataRace(address, rank, "reads", -1, "writes as an atomic one")
+            return messages[-1][0]
         if address in self.loose:  # its writer does
             return self._value(address)
         cell = self.cells.get(address, _UNTOUCHED)
@@ -163,11 +171,24 @@ class SharedMemory:
         self.dirty[rank] = True
         return self.initial(address) if value is None else value
 
+    def read_atomically(self, rank: int, address: int) -> int:
+        """Read a word by an atomic load, where no rank writes it by an atomic store."""
+        if address in self.known.mixed:
+            return self.read(rank, address)
+        self.known.looked_at.add(address)
+        if address in self.cells:
+            self.known.mixed.add(address)
+            raise KnowsMore
+        return self.initial(address)
+
     def write(self, rank: int, address: int, value: int, *, streams: bool = False) -> None:
         """Write a word in place; if it ``streams``, it is visible only after the rank's next stream fence."""
         if address in self.loose:
             self.store(rank, address, value, ordered=False, releases=False)
             return
+        if address in self.known.looked_at and address not in self.known.mixed:
+            self.known.mixed.add(address)
+            raise KnowsMore
         cell = self.cells.get(address, _UNTOUCHED)
         _, writer, time, readers = cell
         clock = self.clocks[rank]
@@ -228,6 +249,18 @@ class SharedMemory:
         for number in range(low, len(messages)):
             found[messages[number][0] & 0xFFFF_FFFF == expected & 0xFFFF_FFFF] = number
         return list(found.values())
+
+    def differing_choices(self, rank: int, address: int, expected: int) -> list[int]:
+        """Return the numbers of older values that an exchange may read which does not find the expected one.
+
+        It is a sequentially consistent load then.
+        """
+        place = self.places.get(address)
+        if place is None:
+            return []
+        messages = self._messages(address)
+        low = max(self.views[rank][place], self.ordered[place])
+        return [number for number in range(low, len(messages) - 1) if messages[number][0] != expected]
 
     def value(self, address: int, number: int) -> int:
         """Return the value of that number."""

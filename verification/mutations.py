@@ -53,7 +53,8 @@ _WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE, _EXCHANGE, _LENDING = (
     f"kernels.{name}."
     for name in ("waiting", "buffers", "eager", "move", "reduce", "exchange", "single_copy")
 )
-_ENDPOINT = "p2p.endpoint_kernels."
+_EXCLUSION = "p2p.exclusion."
+_ENDPOINT, _BLOCKS = "p2p.endpoint_kernels.", "kernels.blocks."
 _RING, _DOORBELL, _RECORD = "p2p.ring.", "kernels.doorbell.", "recorder.recorder."
 _FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
 
@@ -209,6 +210,16 @@ MUTATIONS = [
         _RING + "take", "load_acquire(channel", "load_relaxed(channel", "a message longer than the ring"
     ),
     Mutation(_RING + "ring_doorbell", "fetch_add(doorbell + w.RUNG, 1)\n", "pass\n", "messages"),
+    # A blocking call, and what another thread leaves.
+    Mutation(_EXCLUSION + "leave", "load_ordered(", "load_acquire(",
+             "a message, and what another thread leaves"),
+    Mutation(_EXCLUSION + "leave", "store_ordered(", "store_release(",
+             "a message, and what another thread leaves"),
+    Mutation(_EXCLUSION + "leave", "w.QUEUED_MEANWHILE", "DONE", "a message, and what another thread leaves"),
+    Mutation("p2p.kernels._sleep_until_moved", "if moved == 0 and load_ordered(state + w.ATTENTION) == 0:",
+             "if moved == 0:", "a message for what another thread leaves"),
+    Mutation("p2p.kernels.run", "if load_acquire(state + w.ATTENTION) != 0:", "if False:",
+             "a message for what another thread leaves"),
     # Calls.
     Mutation(_ENDPOINT + "_put", "_ring_for_message(state, peer)", "pass", "calls"),
     Mutation(_ENDPOINT + "_ring_for_message", "who == NOBODY", "False", "calls of two threads"),
@@ -261,6 +272,14 @@ MUTATIONS = [
         "        rung = load_ordered(room)",
         "calls, few slots",
     ),
+    # Blocks of memory.
+    Mutation(_BLOCKS + "take_block", "compare_exchange(entry + STATE, FREE, TAKEN) == FREE", "True",
+             "blocks, of two threads"),
+    Mutation(_BLOCKS + "take_block", "if _is_of(entry, length, pool):", "if True:",
+             "blocks, another in the place of one"),
+    Mutation(_BLOCKS + "give_block", "store_release(", "store_relaxed(", "blocks, of two threads"),
+    Mutation(_BLOCKS + "retire_block", "compare_exchange(entry + STATE, FREE, RETIRED) == FREE", "True",
+             "blocks, of two threads"),
     # The doorbell of a queue.
     Mutation(_DOORBELL + "ring", "load_ordered(", "load_acquire(", "doorbell"),
     Mutation(

@@ -68,6 +68,7 @@ class Ranks:
         self._kept: list[object] = []
         self._words: np.ndarray | None = None
         self._endpoints: dict[int, Endpoint] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
         for rank, context in enumerate(self.contexts):
             for offset, value in (
                 (at.SPINS, 0), (at.YIELDS, 0), (at.STREAM_ABOVE, sizes.stream_above),
@@ -150,6 +151,14 @@ class Ranks:
         for offset, value in ((p2p.RING_BYTES, ring), (p2p.PIECE_BYTES, piece)):
             mailbox._words[offset // WORD] = value
         return self.own(rank, mailbox._words)
+
+    def shared_mailbox(self, rank: int) -> int:
+        """Return :meth:`mailbox` for several threads of a rank; the same at each call."""
+        if rank not in self._mailboxes:
+            base = self.arena.address + self.layout.channels
+            made = Mailbox(self.contexts[rank].address, base, rank, self.size, peers_are_threads=True)
+            self._mailboxes[rank] = made
+        return int(self._mailboxes[rank]._words.ctypes.data)
 
     def endpoint(self, rank: int, threads: int, ring: int = 256) -> int:
         """Return the address of the state of a rank's endpoint, with a short ring; the same at each call.

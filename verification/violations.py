@@ -13,7 +13,8 @@ class DataRace(Violation):
     def __init__(self, address: int, rank: int, verb: str, other: int, did: str) -> None:
         super().__init__(address, rank, verb, other, did)
         self.address = address
-        self._text = f"data race: rank {rank} {verb} a word that rank {other} {did}"
+        whom = "another rank" if other < 0 else f"rank {other}"
+        self._text = f"data race: rank {rank} {verb} a word that {whom} {did}"
 
     def __str__(self) -> str:
         return self._text

@@ -159,6 +159,8 @@ class World:
         elif kind == "syscall" and words[2] == FUTEX_WAIT:
             yield from self.memory.futex_choices(rank, words[1], words[3])
         else:
+            if kind == "compare_exchange":
+                yield from self.memory.differing_choices(rank, words[0], words[1])
             yield ONLY
 
     def apply(self, event: Event) -> None:
@@ -192,6 +194,8 @@ class World:
         elif kind == "fetch_add":
             return memory.modify(rank, address, lambda value: value + words[1])
         elif kind == "compare_exchange":
+            if choice != ONLY:
+                return memory.load(rank, address, choice)
             return memory.modify(rank, address, lambda value: words[2] if value == words[1] else None)
         elif kind == "full_fence":
             memory.fence(rank)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.layout import DONE, PENDING
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import endpoint_kernels
@@ -118,6 +119,7 @@ class Endpoint:
         self._continue_receive: Any = entry_point(endpoint_kernels.continue_receive)
         self._await_message: Any = entry_point(endpoint_kernels.await_message)
         self._watch: Any = entry_point(endpoint_kernels.watch)
+        self._store_ordered: Any = entry_point(shared_words.store_ordered)
         self._abandon: Any = entry_point(endpoint_kernels.abandon)
         self._bring_to_python: Any = entry_point(endpoint_kernels.bring_to_python)
         self._closed = False
@@ -232,7 +234,7 @@ class Endpoint:
             self._incoming = _IncomingMessage(source, tag, word)
             return self._continue_long(self._incoming)
         if code == endpoint_kernels.INTERRUPTED and not self._closed:
-            self._words[w.ATTENTION // 8] = 0
+            self._store_ordered(self._state + w.ATTENTION, 0)
         return None
 
     def _continue_long(self, incoming: _IncomingMessage) -> Message | None:

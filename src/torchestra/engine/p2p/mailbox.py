@@ -194,7 +194,7 @@ class Mailbox(Transfers):
             if self._closed:
                 return
             self._closed = True
-            self._words[w.QUEUEING // 8] = 1
+            self._store(w.QUEUEING, 1)
             _call_attention(self._state)
         self._ring()
         if self._started and self._thread is not threading.current_thread():
@@ -260,7 +260,7 @@ class Mailbox(Transfers):
             if code == w.NO_MEMORY:
                 raise self._errors.no_memory(transfer)
             if code == w.INTERRUPTED:
-                self._words[w.ATTENTION // 8] = 0
+                self._store(w.ATTENTION, 0)
                 if self._closed:
                     raise self._errors.destroyed(transfer)
                 if self._inbox:

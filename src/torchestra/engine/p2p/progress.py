@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.layout import ABORTED, DONE
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import immediate, kernels
@@ -44,6 +45,7 @@ _cancel: Any = kernels.cancel
 _forget: Any = kernels.forget
 _try_acquire: Any = kernels.try_acquire
 _call_attention: Any = kernels.call_attention
+_store_ordered: Any = shared_words.store_ordered
 
 POLL_SECONDS = 0.05
 CLOSE_SECONDS = 10.0
@@ -110,7 +112,7 @@ class Transfers:
         Nothing is told of what was under way: it goes on in the parent.
         """
         self._closed = self._inherited = True
-        self._words[w.QUEUEING // 8] = 1  # nothing goes at once any more
+        self._store(w.QUEUEING, 1)  # nothing goes at once any more
         self._lock = threading.RLock()  # a thread that does not exist here may have had it
         self._inbox.clear()
         self._pending.clear()
@@ -132,7 +134,7 @@ class Transfers:
                 reason = self._broken.get((transfer.sending, transfer.peer))
                 if reason is not None:
                     raise self._errors.unusable(transfer, reason)
-                self._words[w.QUEUEING // 8] = 1
+                self._store(w.QUEUEING, 1)
                 self._inbox.append(transfer)
             self._have_posted()
         except BaseException as error:
@@ -193,6 +195,10 @@ class Transfers:
             self._release(self._state, token)
         self._tell()
         return code
+
+    def _store(self, offset: int, value: int) -> None:
+        """Write a word that kernels of other threads read meanwhile: before all that is done next."""
+        _store_ordered(self._state + offset, value)
 
     def _call_attention(self) -> None:
         with self._lock:
@@ -259,7 +265,7 @@ class Transfers:
         try:
             if self._interrupted:
                 self._repair()
-            self._words[w.ATTENTION // 8] = 0
+            self._store(w.ATTENTION, 0)
             while self._inbox:
                 self._take_up(self._inbox[0])
                 self._inbox.popleft()
@@ -311,7 +317,7 @@ class Transfers:
     def _adopt(self, transfer: Transfer, record: Record) -> None:
         """Make a transfer of a blocking call that was begun without one."""
         with self._lock:
-            self._words[w.QUEUEING // 8] = 1
+            self._store(w.QUEUEING, 1)
         transfer.record = record
         self._pending[record.address] = transfer
         record.store_word(w.NOTIFY, 1)
@@ -363,7 +369,7 @@ class Transfers:
         reason = self._errors.left(sending, peer, error)
         with self._lock:
             self._broken[sending, peer] = reason
-            self._words[w.QUEUEING // 8] = 1
+            self._store(w.QUEUEING, 1)
         waiter.abort(reason)
         for transfer in self._pending.copy().values():
             if (transfer.sending, transfer.peer) == (sending, peer) and transfer.record is not record:
@@ -401,7 +407,7 @@ class Transfers:
             return
         with self._lock:
             if not self._inbox:
-                self._words[w.QUEUEING // 8] = self._closed or bool(self._broken)
+                self._store(w.QUEUEING, int(self._closed or bool(self._broken)))
 
     # -- the thread
 
