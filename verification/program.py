@@ -134,6 +134,11 @@ class Library:
             _Flattener(self, kernel, made).flatten()
         return self._programs[kernel.name]
 
+    @property
+    def programs(self) -> frozenset[str]:
+        """Return the names of the kernels of which there are blocks."""
+        return frozenset(self._programs)
+
     def function(self, called: object) -> Callable[..., Any]:
         """Return the function for a kernel without visible operations, an intrinsic or a C function."""
         if isinstance(called, (Intrinsic, External)):

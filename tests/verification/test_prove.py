@@ -20,6 +20,7 @@ from torchestra.engine.native.atomics import (
     store_release,
 )
 from verification.cases import Case, library
+from verification.coverage import unsearched
 from verification.drivers import driver, expect
 from verification.mutations import MUTATIONS, REDUNDANT, Mutation
 from verification.program import WEAKER
@@ -164,3 +165,7 @@ def test_there_are_enough_mutations_and_their_texts_occur() -> None:
         module, _, name = mutation.kernel.rpartition(".")
         kernel = getattr(importlib.import_module(f"torchestra.engine.{module}"), name)
         library(mutation.edit()).tree(kernel)
+
+
+def test_every_kernel_is_searched_or_it_is_said_why_not() -> None:
+    assert unsearched() == []
