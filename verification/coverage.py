@@ -12,7 +12,7 @@ from verification.cases import CASES, library
 NOT_SEARCHED = {
     "entries.": "decide whether a call is plain, and call a kernel that is searched",
     "kernels.placement.": "say where ranks run; no wait depends on it",
-    "kernels.shared_words.next_reader": "after an operation was left halfway; the product tests it with threads",
+    "kernels.shared_words.next_reader": "after an operation was left halfway; tested with threads",
     "kernels.shared_words.": "single accesses and steps for Python, whose protocols are searched with models",
     "p2p.endpoint_kernels.abandon": "one store, of what is searched as read",
     "p2p.kernels.post": "what a call does that is searched, without the wait",
