@@ -225,7 +225,7 @@ class ProcessWorld:
                 for outcome in self._told:
                     if outcome is not None and isinstance(outcome.error, AssertionError):
                         raise outcome.error
-        raise AssertionError(f"no rank has written {name} after {limit} s")
+        raise AssertionError(f"no rank has written {name} after {limit} s; how they ended: {self._told}")
 
     def wait(self, rank: int, limit: float = WORLD_SECONDS) -> Outcome:
         """Wait until one rank has ended; how it did."""
