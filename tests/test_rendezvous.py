@@ -22,9 +22,9 @@ from typing import TypeVar
 
 import pytest
 import torch.distributed
+from tools.mpich_memory import mpich_memory_removed
 
 from forking import Child
-from mpich_memory import mpich_memory_removed
 from ports import free_port
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.rendezvous import Rendezvous, methods, rendezvous

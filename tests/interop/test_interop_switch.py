@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_worlds
+from tools.mpich_memory import mpich_memory_removed
 from torch import distributed as dist
 from torch.distributed.device_mesh import (  # held by others before the switch is on
     init_device_mesh,
@@ -23,7 +24,6 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 import torchestra
 import worlds
-from mpich_memory import mpich_memory_removed
 from ports import free_port
 from torchestra.errors import InvalidArgumentError
 from torchestra.interop import autoload, switch

@@ -22,9 +22,9 @@ from typing import Any
 
 from real_hosts import Network, enter
 from simulated import SECONDS, Layout
+from tools.mpich_memory import mpich_memory_removed
 
 import torchestra as dist
-from mpich_memory import mpich_memory_removed
 from torchestra.engine.multihost.mpi import end_mpi
 from torchestra.store import Store
 from warm_programs import WarmProgram, is_python

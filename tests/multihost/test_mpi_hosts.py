@@ -19,9 +19,9 @@ from test_hosts_collectives import every_dtype_moves
 from test_hosts_mismatch import mismatches
 from test_real_hosts import everything, messages_of, sums_for_ever, train_on_digits
 from test_real_hosts_rpc import call_all
+from tools.mpich_memory import mpich_memory_removed
 
 import torchestra as dist
-from mpich_memory import mpich_memory_removed
 from torchestra import rpc
 from torchestra.engine.multihost.mpi_bridge import MPIBridge
 from torchestra.errors import DistBackendError, RankFailedError

@@ -22,6 +22,7 @@ from tools.chaos.network import Network, enter
 from tools.chaos.plan import MPIEXEC
 from tools.chaos.rank import be_process, be_threads
 from tools.chaos.rounds import Round
+from tools.mpich_memory import mpich_memory_removed
 
 _POLL_S = 0.005
 Told = dict[str, Any]
@@ -177,10 +178,11 @@ def ranks_of(round_: Round, fault: Fault) -> Iterator[Ranks]:
     network = Network(len(round_.world.layout)) if round_.world.namespaces else None
     fault.network = network
     ranks = Ranks(round_, fault, folder, network)
-    try:
-        yield ranks
-    finally:
-        ranks.kill()
-        if network is not None:
-            network.close()
-        shutil.rmtree(folder)
+    with mpich_memory_removed() if round_.world.bridge == "mpi" else contextlib.nullcontext():
+        try:
+            yield ranks
+        finally:
+            ranks.kill()
+            if network is not None:
+                network.close()
+            shutil.rmtree(folder)

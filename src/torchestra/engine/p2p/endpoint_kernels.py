@@ -60,7 +60,7 @@ from torchestra.engine.recorder.clock import NANOSECONDS, read_clock, read_coars
 LEADER = 32
 FOLLOWER = 48
 ROOM = 64
-STATUS = 8  # of the pair: LEADING, or how many sleep
+STATUS = 8  # of the pair: LEADING, how many follow, or 1 if somebody waits for room
 NOBODY = 0
 POLLING = 1
 ASLEEP = 2

@@ -20,8 +20,8 @@ def mpich_memory_removed() -> Iterator[None]:
     """Remove what ranks of MPICH leave that begin and end within the block; if killed, they remove nothing.
 
     A process may take a moment more to end than who started it: what one still has mapped stays until then.
-    One test at a time runs ranks of MPICH, in whatever process: a file that another one's rank has made and
-    not yet mapped would be removed, and then its peers cannot begin.
+    One user of this at a time runs ranks of MPICH, in whatever process: a file that another one's rank has
+    made and not yet mapped would be removed, and then its peers cannot begin.
     """
     with open(__file__, "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
