@@ -13,7 +13,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import profiler
@@ -23,6 +23,8 @@ from torchestra.engine.entry_layout import HEADER, VIEW_BYTES, VIEW_DIMENSIONS, 
 __all__ = ["access_to_tensors", "dtype_word", "why_not"]
 
 _NAME = b"dlpack_exchange_api"
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _MAJOR = 1
 _DESCRIBE = 40  # in the API's table: version, older versions, allocator, to and from owned tensors, this
 _IMPLEMENTATION_WORDS, _STORAGE_WORDS = 24, 10
@@ -32,7 +34,22 @@ class _UnknownError(Exception):
     """Tensors are not as they are known to be."""
 
 
+def _as_they_are(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Call a function without the program's modes, in which new tensors are fake or of another device.
+
+    What it finds out is kept for the process.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @functools.cache
+@_as_they_are
 def _found() -> tuple[TensorAccess | None, str]:
     try:
         return _find(), ""
@@ -51,6 +68,7 @@ def why_not() -> str:
 
 
 @functools.cache
+@_as_they_are
 def dtype_word(dtype: torch.dtype) -> int:
     """Return what a DLTensor has for a dtype: code, bits and lanes. 0 if it has nothing."""
     access = access_to_tensors()
