@@ -9,6 +9,7 @@ import pytest
 import torch
 from ddp_models import Branches, batch, loss, mlp
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchestra as dist
@@ -46,6 +47,11 @@ def test_what_is_not_served_is_refused(arguments: dict[str, Any], message: str) 
         DistributedDataParallel(mlp(), device_ids=[])
 
     run("threads", 1, body)
+
+
+def fake(length: int) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(length)
 
 
 class Odd(nn.Module):
@@ -87,14 +93,27 @@ class Odd(nn.Module):
             InvalidArgumentError,
             r"`a` has dtype torch\.float8_e5m2, whose gradients cannot be averaged",
         ),
+        (
+            lambda: Odd(a=nn.Parameter(torch.ones(2)), b=nn.Parameter(fake(2))),
+            InvalidArgumentError,
+            r"`b` has no memory of its own \(it is a FakeTensor\)",
+        ),
+        (
+            lambda: Odd(a=nn.Parameter(torch.ones(2)), b=torch._efficientzerotensor(2)),
+            InvalidArgumentError,
+            r"`b` has no memory of its own \(it is a zero tensor",
+        ),
     ],
 )
 def test_modules_that_cannot_be_trained_so(make: Callable[[], Any], error: type, message: str) -> None:
+    """Every rank refuses them before anything is sent, so the group stays usable."""
+
     def body() -> None:
         with pytest.raises(error, match=message):
             DistributedDataParallel(make())
+        dist.barrier()
 
-    run("threads", 1, body)
+    run("threads", 2, body)
 
 
 def test_there_must_be_a_group() -> None:

@@ -12,6 +12,7 @@ from torchestra.engine.local import moves, reduces
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.sharded.tensor import ShardedTensor
+from torchestra.tensors.contiguity import TENSORS, contiguity_problem, has_no_elements
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, member_group
 
@@ -175,6 +176,9 @@ def check_module(
             )
         if not moves(tensor.dtype):
             raise InvalidArgumentError(f"{NAME}: `{name}` has dtype {tensor.dtype}, which cannot be sent")
+        plain = tensor.__class__ in TENSORS or has_no_elements(tensor)
+        if plain and (missing := contiguity_problem(tensor)):
+            raise InvalidArgumentError(f"{NAME}: `{name}` {missing}")
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             trained = True
             if not reduces(tensor.dtype, ReduceOp.AVG):
