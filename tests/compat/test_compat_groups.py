@@ -62,15 +62,20 @@ def test_logging_data_name_the_backend_as_it_was_asked_for(monkeypatch: pytest.M
 HAS_NCCL = torch.distributed.is_nccl_available()
 
 
-@pytest.mark.parametrize(
-    "backend", ["mpi", "nonsense", *([] if HAS_NCCL else ["nccl", "cpu:gloo,cuda:nccl"])]
-)
+@pytest.mark.parametrize("backend", ["mpi", "xccl", *([] if HAS_NCCL else ["nccl", "cpu:gloo,cuda:nccl"])])
 def test_backends_that_cannot_be_had_are_refused(backend: str) -> None:
     with (
         thread_rank(0, 1, HashStore()),
         pytest.raises(RuntimeError, match="Distributed package doesn't have"),
     ):
         dist.init_process_group(backend)
+
+
+@pytest.mark.parametrize("backend", ["nonsense", "hccl"])
+def test_what_is_no_backend_is_torchs_assertion_error(backend: str) -> None:
+    for error in (AssertionError, dist.DistBackendError):
+        with thread_rank(0, 1, HashStore()), pytest.raises(error, match=f"Unknown backend type {backend}"):
+            dist.init_process_group(backend)
 
 
 def test_a_mixture_of_engines_is_refused() -> None:

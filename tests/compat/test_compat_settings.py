@@ -98,6 +98,7 @@ def test_the_debug_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", text)
         dist.set_debug_level_from_env()
         assert dist.get_debug_level() == expected
+        assert str(expected) == f"DebugLevel.{expected.name}"
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "much")
     with pytest.raises(RuntimeError, match="must be one of `OFF`, `INFO`, or `DETAIL`"):
         dist.set_debug_level_from_env()

@@ -26,6 +26,10 @@ __all__ = [
 _OWN = {"gloo", "threaded", "undefined"}
 
 
+class UnknownBackendError(DistBackendError, AssertionError):
+    """There is no backend of this name. An AssertionError as well, because torch raises one there."""
+
+
 class _Plugin(NamedTuple):
     creator_fn: Creator
     extended_api: bool
@@ -155,7 +159,7 @@ def engine_of(backend: str | None) -> str | None:
     """Return torchestra's backend by torch's name; None for the one that the rank was launched with.
 
     Raises:
-        DistBackendError: torchestra has no such backend.
+        DistBackendError: torchestra has no such backend; an UnknownBackendError if torch has none either.
         InvalidArgumentError: ``backend`` is not a name.
     """
     if backend is None:
@@ -169,6 +173,11 @@ def engine_of(backend: str | None) -> str | None:
             raise DistBackendError(
                 f"subgroups of the registered backend {name!r} are made one by one, with new_group(), or by"
                 f" leaving `backend` out where it is the default group's; got backend={backend!r}"
+            )
+        if name not in Backend.backend_list:
+            raise UnknownBackendError(
+                f'Unknown backend type {name}: torchestra runs "gloo", which is its own engine, "fake", and'
+                f" what Backend.register_backend() was given; got backend={backend!r}"
             )
         raise DistBackendError(
             f'Distributed package doesn\'t have {name.upper()} built in: torchestra runs "gloo", which is its'

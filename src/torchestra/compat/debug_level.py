@@ -34,6 +34,8 @@ class DebugLevel(enum.IntEnum):
     INFO = 1
     DETAIL = 2
 
+    __str__ = enum.Enum.__str__  # with the name, as torch's, in every version of Python
+
 
 _level = DebugLevel.OFF
 
