@@ -45,6 +45,9 @@ def join_world(rank: int, size: int, timeout_s: float, store: str | Any) -> None
     _torch.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
+    if not switch.is_on():
+        # Gloo's ranks fail if one that is connected already leaves while others connect.
+        _torch.barrier()
 
 
 def leave_world() -> None:
