@@ -83,6 +83,7 @@ def what_names_say() -> dict[str, object]:
         "unnamed": str(dist.get_backend(unnamed)) if dist.get_rank() == 0 else str(unnamed),
         "class": isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo),
         "group": isinstance(group, dist.ProcessGroup),
+        "options": group._get_backend(torch.device("cpu")).options.backend,
         "mesh": str(dist.get_backend(mesh)),
     }
 
@@ -206,7 +207,11 @@ def test_the_helper_that_libraries_import_makes_groups_of_torchestra() -> None:
     torch_worlds.run(2, use_the_helper_as_libraries_do, backend="gloo", switched=True)
 
 
-def test_a_line_of_the_log_says_what_serves(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [("torchestra", "tensors of the CPU and of CUDA"), ("cpu:torchestra", "'cpu:torchestra'")],
+)
+def test_a_line_of_the_log_says_what_serves(caplog: pytest.LogCaptureFixture, served: str, told: str) -> None:
     class Group:
         def rank(self) -> int:
             return 0
@@ -214,8 +219,9 @@ def test_a_line_of_the_log_says_what_serves(caplog: pytest.LogCaptureFixture) ->
         size = rank
 
     with caplog.at_level(logging.WARNING):
-        switch._tell(Group(), "torchestra")
+        switch._tell(Group(), served)
     assert "TORCHESTRA_FOR=gloo" in caplog.text
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -297,6 +303,15 @@ def test_the_commands_turn_it_on(tmp_path: Path, command: list[str]) -> None:
     expected = f"['--flag'] TorchestraGroup {1.0 if alone else 2.0}"
     assert ended.stdout.count(expected) == (1 if alone else 2), ended.stdout + ended.stderr
     assert ended.stderr.count('serves "gloo" here') == 1
+
+
+@pytest.mark.parametrize("module", ["torchestra.interop", "torchestra.compat"])
+def test_a_program_that_does_not_exist_is_told_of_in_a_line(module: str) -> None:
+    command = [sys.executable, "-m", module, "no/such.py"]
+    ended = run_warm(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("there is no file 'no/such.py'\n")
+    assert "Traceback" not in ended.stderr
 
 
 def call_what_has_no_effect() -> None:

@@ -233,5 +233,6 @@ def test_ranks_that_are_threads_are_refused() -> None:
 def test_there_must_be_a_world() -> None:
     with pytest.raises(ValueError, match=r"call torchestra\.init_process_group"):
         adopt()
-    with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
-        use()
+    for function in (use, inner_group):
+        with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
+            function()

@@ -107,5 +107,5 @@ def _tell(group: Any, served: str) -> None:
             __version__,
             SWITCH_VARIABLE,
             group.size(),
-            f"backends {served!r}" if "," in served else "tensors of the CPU and of CUDA through its memory",
+            f"backends {served!r}" if ":" in served else "tensors of the CPU and of CUDA through its memory",
         )

@@ -22,7 +22,7 @@ def run_script(script: Script) -> None:
     """Run ``script`` as ``__main__`` in this process; return when its last line has run.
 
     Raises:
-        SystemExit: there is no such module, or none that can be run.
+        SystemExit: there is no such file or module, or none that can be run.
         BaseException: the script raised it.
     """
     main, code = load_script(script)
@@ -41,7 +41,7 @@ def load_script(
         loader: compiles the script if it is a file; a module's own loader compiles a module.
 
     Raises:
-        SystemExit: there is no such module, or none that can be run.
+        SystemExit: there is no such file or module, or none that can be run.
     """
     path = os.path.abspath(script.name)
     if script.is_module:
@@ -53,6 +53,8 @@ def load_script(
         if spec is None:
             raise SystemExit(f"torchestra run: {script.name!r} has no __main__.py to run")
         return _load_spec(spec, script.arguments, argv0=script.name)
+    if not os.path.exists(path):
+        raise SystemExit(f"torchestra run: there is no file {script.name!r}")
     _set_path(os.path.dirname(path))
     sys.argv[:] = [script.name, *script.arguments]
     reader = loader("__main__", path)

@@ -148,8 +148,10 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def options(self) -> GroupOptions:
-        """Return a copy of the group's options, with its present time-out."""
-        return self.inner.options
+        """Return a copy of the group's options, with its present time-out and the backend's name."""
+        options = self.inner.options
+        options.backend = self._backend_name
+        return options
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the time-out of later operations, on this rank only."""

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from torch import distributed
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, NotInitializedError
 from torchestra.interop.torch_distributed.group import TorchestraGroup
 from torchestra.process_group import ProcessGroup
 
@@ -20,6 +20,7 @@ def inner_group(group: distributed.ProcessGroup | None = None) -> ProcessGroup:
         group: default: the default group.
 
     Raises:
+        NotInitializedError: torch.distributed has no default group.
         InvalidArgumentError: the group has another backend.
     """
     return _torchestra_group(group).inner
@@ -48,6 +49,8 @@ def monitored_barrier(
 
 def _torchestra_group(group: distributed.ProcessGroup | None) -> TorchestraGroup:
     chosen = distributed.group.WORLD if group is None else group
+    if chosen is None:
+        raise NotInitializedError("inner_group: call torch.distributed.init_process_group() first")
     if not isinstance(chosen, TorchestraGroup):
         raise InvalidArgumentError(f'{chosen!r} is not a group of backend "torchestra"')
     return chosen
