@@ -260,6 +260,15 @@ def test_the_doctor_shows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python -m torchestra.interop" in row()
 
 
+def test_the_doctor_tells_of_a_switch_with_which_torch_cannot_be_imported() -> None:
+    command = [sys.executable, "-m", "torchestra", "doctor"]
+    environment = {**ENVIRONMENT, "TORCHESTRA_FOR": "nccl"}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert told.returncode == 1, told
+    assert "TORCHESTRA_FOR='nccl': torchestra can serve programs for gloo" in told.stdout
+    assert not told.stderr
+
+
 SMALL = r"""
 import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -30,6 +30,7 @@ _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 _FEW_FILES = 1024
 _SHORT_SECRET = 16
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_WRONG = "wrong"
 _GIB = 1 << 30
 _PROBED_BYTES, _PART_BYTES, _TURNS = 1 << 20, 1 << 17, 5
 
@@ -55,6 +56,9 @@ def main(options: argparse.Namespace) -> int:
     """Print the results; return 1 if something prevents torchestra from working, else 0."""
     from rich.table import Table
 
+    switch = _switch()
+    if switch.found == _WRONG:
+        os.environ[_AUTOLOAD] = "0"  # else `import torch` raises what the row tells
     if options.compile:
         from torchestra.engine import compile_kernels
 
@@ -66,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     for result in results:
         table.add_row(result.subject, result.found, f"[yellow]{result.remark}[/]" if result.remark else "")
     wide_console().print(table)
-    return 1 if any(result.found == "missing" for result in results) else 0
+    return 1 if any(result.found in ("missing", _WRONG) for result in results) else 0
 
 
 def examine() -> Iterator[CheckResult]:
@@ -290,7 +294,7 @@ def _switch() -> CheckResult:
     try:
         backend = switched_backend()
     except DistError as error:
-        return CheckResult(subject, "wrong", str(error))
+        return CheckResult(subject, _WRONG, str(error))
     if backend is None:
         return CheckResult(
             subject, f'backend "torchestra"; {SWITCH_VARIABLE}=gloo would have it serve "gloo" too'

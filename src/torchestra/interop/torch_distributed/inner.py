@@ -50,7 +50,9 @@ def monitored_barrier(
 def _torchestra_group(group: distributed.ProcessGroup | None) -> TorchestraGroup:
     chosen = distributed.group.WORLD if group is None else group
     if chosen is None:
-        raise NotInitializedError("inner_group: call torch.distributed.init_process_group() first")
+        raise NotInitializedError(
+            "torch.distributed has no default group: call torch.distributed.init_process_group() first"
+        )
     if not isinstance(chosen, TorchestraGroup):
         raise InvalidArgumentError(f'{chosen!r} is not a group of backend "torchestra"')
     return chosen
