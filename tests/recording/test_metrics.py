@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from interrupts import lose_an_interrupt
 from torchestra.cli import main
 from torchestra.engine.recorder.flight_entries import ExecutedCalls, RankRecord, Tally
 from torchestra.engine.recorder.flight_record import FlightRecord
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.monitor import metrics
 from warm_programs import WarmProgram
 from worlds import KINDS, ProcessWorld, await_note, leave_note, processes, run
@@ -280,6 +281,45 @@ def test_changes_of_membership_are_counted() -> None:
     ((name,),) = [labels for family, labels in found if family is metrics.GENERATION]
     changes = metrics.GENERATION, metrics.SHRINKS, metrics.GROWS
     assert [found[family, (name,)] for family in changes] == [1, 1, 0]
+
+
+def names_of_groups(make: Callable[[str], dist.ProcessGroup]) -> list[list[tuple[str, float]]]:
+    """The groups that this process has made directly, and how many barriers rank 0 has made in each."""
+
+    def look() -> list[tuple[str, float]]:
+        dist.barrier()
+        found = [
+            (labels[1], number)
+            for family, labels, number in metrics.samples()
+            if family is metrics.OPERATIONS and labels[1].startswith("direct") and labels[2:4] == ("0", "barrier")
+        ]
+        dist.barrier()
+        return sorted(found)
+
+    first, second = make("a"), make("b")
+    meets = first.group_name == second.group_name
+    second.barrier()
+    both = look()
+    if dist.get_rank() == 0:
+        second.destroy()
+    being_left = look()
+    if dist.get_rank() == 1:
+        second.destroy()
+    first.destroy()
+    return [both, being_left] if meets else []
+
+
+def directly(name: str) -> dist.ProcessGroup:
+    here = current_thread_rank()
+    assert here is not None
+    return dist.ProcessGroup(dist.PrefixStore(name, here.store), here.rank, here.size, SOON)
+
+
+def test_groups_of_one_name_are_told_apart() -> None:
+    both, being_left = run("threads", 2, names_of_groups, directly)[0]
+    assert [name for name, _ in both] == ["direct-1", "direct-1 (2)"]
+    assert both[0][1] == both[1][1] + 1, "the newest has the name"
+    assert [name for name, _ in being_left] == ["direct-1"]
 
 
 def test_members_and_restarts_of_an_elastic_job_are_counted() -> None:

@@ -65,6 +65,17 @@ def test_functions_beyond_those_that_there_is_room_for_are_counted_together() ->
     assert found[-1] == (-1, "other functions", 11)
 
 
+def with_long_names(rank: int) -> list[tuple[int, str, int]] | None:
+    for end in ("first", "second"):
+        current_agent().executor.executed.note(0, type("F" * at.CALL_NAME_BYTES + end, (), {}), 1000)
+    return executed()
+
+
+def test_functions_whose_names_are_cut_off_alike_are_one() -> None:
+    """For metrics, which have one value for each name."""
+    assert rpc_workers.run("threads", 1, with_long_names) == [[(0, "F" * at.CALL_NAME_BYTES, 2)]]
+
+
 def written_record(agent: Agent) -> RankRecord:
     for check in agent.checks:
         check()

@@ -11,14 +11,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchestra.engine import layout as at
 from torchestra.engine.layout import SIZE_CLASS_BOUNDS
 from torchestra.engine.recorder.flight_entries import RankRecord
-from torchestra.engine.recorder.flight_record import FlightRecord, Readable, read_flight_record
+from torchestra.engine.recorder.flight_record import (
+    FlightRecord,
+    Readable,
+    group_name,
+    is_being_left,
+    read_flight_record,
+)
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import DistError
 from torchestra.monitor.jobs import Group, find_jobs
@@ -117,8 +123,25 @@ def samples() -> Iterator[Sample]:
     for job in find_jobs()[0]:
         if (membership := job.membership) is not None:
             yield from _of_membership(str(job.pid), membership)
-        for group in job.groups:
-            yield from _of_group(str(job.pid), group)
+        for name, group in _named(job.groups):
+            yield from _of_group((str(job.pid), name), group)
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+    """Return groups with their names, each name once: readers may refuse all if a sample is there twice.
+
+    A group that is just being destroyed is left out where another has its name already. Of others the newest
+    has the name, and those that a program has made before it, of other stores, have a number as well.
+    """
+    found: Counter[str] = Counter()
+    being_left = {id(group): is_being_left(group.arena) for group in groups}
+    for group in sorted(groups, key=lambda group: (being_left[id(group)], -group.arena.made)):
+        name = group_name(group.arena)
+        found[name] += 1
+        if found[name] == 1:
+            yield name, group
+        elif not being_left[id(group)]:
+            yield f"{name} ({found[name]})", group
 
 
 def _of_membership(job: str, membership: Mapping[str, Any]) -> Iterator[Sample]:
@@ -129,15 +152,15 @@ def _of_membership(job: str, membership: Mapping[str, Any]) -> Iterator[Sample]:
     yield RESTARTS, (job,), membership["restarted"]
 
 
-def _of_group(job: str, group: Group) -> Iterator[Sample]:
+def _of_group(labels_of_group: tuple[str, str], group: Group) -> Iterator[Sample]:
     record = read_flight_record(group.arena, _ENTRIES)
-    # Groups of one name replace each other, and their counts begin anew, as a restarted program's do.
-    yield ABORTED, (job, record.group), float(record.aborted is not None)
+    # The counts of a group that replaces another begin anew, as a restarted program's do.
+    yield ABORTED, labels_of_group, float(record.aborted is not None)
     for family, word in ((GENERATION, at.GENERATION), (SHRINKS, at.TIMES_SHRUNK), (GROWS, at.TIMES_GROWN)):
-        yield family, (job, record.group), group.arena.load_word(word)
-    yield from _heartbeats(group.arena, (job, record.group))
+        yield family, labels_of_group, group.arena.load_word(word)
+    yield from _heartbeats(group.arena, labels_of_group)
     for local_rank, rank in enumerate(record.ranks):
-        labels = job, record.group, str(rank.rank)
+        labels = *labels_of_group, str(rank.rank)
         yield UP, labels, float(group.is_alive(local_rank))
         yield from _of_rank(record, rank, labels)
 

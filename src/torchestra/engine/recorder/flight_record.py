@@ -122,7 +122,7 @@ def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
     group_ranks, size = _numbering(arena)
     host = _host_name(arena)
     return FlightRecord(
-        group=_group_name(arena),
+        group=group_name(arena),
         size=size,
         taken=scale.now,
         taken_at=time.time(),
@@ -150,10 +150,20 @@ def _host_name(arena: Readable) -> str | None:
     return arena.text(at.HEADER_HOST, min(max(0, length), at.HEADER_HOST_BYTES))
 
 
-def _group_name(arena: Readable) -> str:
+def group_name(arena: Readable) -> str:
     """Return the name of the group that meets in the arena."""
     length = arena.load_word(at.HEADER_NAME_LENGTH)
     return arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES))
+
+
+def is_being_left(arena: Readable) -> bool:
+    """Return whether a rank has left the group, as all do that destroy it."""
+    return any(_presence(arena, rank) == "left" for rank in range(arena.layout.size))
+
+
+def _presence(arena: Readable, rank: int) -> Presence:
+    state = arena.load_word(arena.layout.control + rank * at.CONTROL_BYTES + at.STATE)
+    return _PRESENCE.get(state, "absent")
 
 
 def _why_aborted(arena: Readable) -> str | None:
@@ -216,7 +226,7 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     return RankRecord(
         rank=group_ranks[rank],
         pid=arena.load_word(control + at.PROCESS),
-        presence=_PRESENCE.get(arena.load_word(control + at.STATE), "absent"),
+        presence=_presence(arena, rank),
         operations=tuple(_operation(row, scale, group_ranks) for row in operations_[-last:]),
         messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
@@ -315,12 +325,18 @@ def _message(row: list[int], scale: TickScale, group_ranks: Sequence[int]) -> Fl
 
 
 def _calls(arena: Readable, table: int) -> Iterator[ExecutedCalls]:
+    """Return the calls of each caller and function once: names that are cut off can be the same."""
+    found: dict[tuple[int, str], tuple[int, float]] = {}
     for entry in range(table, table + at.CALL_ENTRIES * at.CALL_BYTES, at.CALL_BYTES):
         if (count := arena.load_word(entry + at.CALL_COUNT)) > 0:
             length = min(max(0, arena.load_word(entry + at.CALL_NAME_LENGTH)), at.CALL_NAME_BYTES)
             seconds = arena.load_word(entry + at.CALL_NANOSECONDS) / 1e9
             name = arena.text(entry + at.CALL_NAME, length)
-            yield ExecutedCalls(arena.load_word(entry + at.CALL_CALLER), name, count, seconds)
+            called = arena.load_word(entry + at.CALL_CALLER), name
+            before = found.get(called, (0, 0.0))
+            found[called] = before[0] + count, before[1] + seconds
+    for (caller, name), (count, seconds) in found.items():
+        yield ExecutedCalls(caller, name, count, seconds)
 
 
 def _spans(rows: list[list[int]]) -> Iterator[Span]:
