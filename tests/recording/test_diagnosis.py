@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -384,6 +385,25 @@ def reads_from_disk(fifo: str) -> None:
     os.close(descriptor)
 
 
+def waits_for_a_loader(fifo: str) -> None:
+    """The loader works for longer on what it has read than it takes to read that, and rank 1 waits for it."""
+    is_over = until_released(fifo)
+    loader = os.fork()
+    if loader == 0:
+        descriptor = os.open(f"{fifo}.data", os.O_RDONLY | os.O_DIRECT)
+        memory = mmap.mmap(-1, MANY_BYTES)
+        while True:
+            began = time.monotonic()
+            os.preadv(descriptor, [memory], 0)
+            ended = time.monotonic()
+            while time.monotonic() - ended < 1.5 * (ended - began):
+                pass
+    while not is_over():
+        threading.Event().wait(0.01)  # here
+    os.kill(loader, signal.SIGKILL)
+    os.waitpid(loader, 0)
+
+
 def faults_pages_in(fifo: str) -> None:
     is_over = until_released(fifo)
     descriptor = os.open(f"{fifo}.data", os.O_RDWR)
@@ -413,6 +433,12 @@ def on_disk(fifo: str) -> str:
 def test_a_slow_disk(on_disk: str) -> None:
     found = told("processes", reads_from_disk, on_disk)
     check(found, "slow disk", "rank 1 waits for a disk, ", reads_from_disk, likely=True)
+
+
+def test_the_slow_disk_of_a_loader(on_disk: str) -> None:
+    found = told("processes", waits_for_a_loader, on_disk)
+    what = "rank 1 has a child process that waits for a disk, "
+    check(found, "slow disk", what, waits_for_a_loader, likely=True)
 
 
 def test_pages_that_are_read_from_disk(on_disk: str) -> None:

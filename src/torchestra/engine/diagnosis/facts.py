@@ -109,7 +109,7 @@ class Process:
         read_bytes: bytes per second that its process read from disk.
         swapped_bytes: how much of its process lies in swap.
         throttled: the share of time for which the processor limit of its control group stopped it.
-        loader_disk: the greatest share of looks at which one of its child processes waited for a disk.
+        loader_disk: the same as ``disk``, of that child process of which it is greatest.
         thread_disk: the same of the other threads of its process.
         in_futex: it slept, and that in a futex, as threads do that wait for a lock.
         reporter_sleeps: the thread that answers for the rank slept at most looks, though it was asked.

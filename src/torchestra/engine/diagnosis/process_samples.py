@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,9 +58,9 @@ class _Seen:
     futex: int = 0
     reporter: int = 0
     thread_looks: int = 0
-    # By process, and by thread: at how many looks it waited for a disk.
-    children: dict[int, int] = field(default_factory=dict)
-    threads: dict[int, int] = field(default_factory=dict)
+    # By process, and by thread: at how many looks it was in which state.
+    children: defaultdict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    threads: defaultdict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
 
 class ProcessSamples:
@@ -87,13 +88,11 @@ class ProcessSamples:
             seen.futex += state == "S" and _sleeps_in(process).startswith("futex")
             seen.reporter += bool(process.reporter) and _state(process.pid, process.reporter) == "S"
             for child in _children(process.pid):
-                if _state(child, child) == "D":
-                    seen.children[child] = seen.children.get(child, 0) + 1
+                seen.children[child][_state(child, child)] += 1
             if process.reporter and seen.looks % _THREADS_EVERY == 1:
                 seen.thread_looks += 1
                 for thread in _other_threads(process):
-                    if _state(process.pid, thread) == "D":
-                        seen.threads[thread] = seen.threads.get(thread, 0) + 1
+                    seen.threads[thread][_state(process.pid, thread)] += 1
 
     def results(self) -> dict[int, Process]:
         """Return by rank what was seen since the beginning."""
@@ -106,15 +105,15 @@ class ProcessSamples:
             found[rank] = Process(
                 seconds=seconds,
                 stopped=seen.stopped == seen.looks,
-                disk=seen.disk / max(1, seen.looks - seen.ran) if seen.disk >= _FEW * seen.looks else 0.0,
+                disk=_disk_share(seen.disk, seen.ran, seen.looks),
                 ready=seen.ran / seen.looks,
                 cpu=(now.ticks - seen.first.ticks) / _TICKS / seconds,
                 major_faults=(now.major_faults - seen.first.major_faults) / seconds,
                 read_bytes=(now.read_bytes - seen.first.read_bytes) / seconds,
                 swapped_bytes=_swapped(process.pid),
                 throttled=min(1.0, (now.throttled_s - seen.first.throttled_s) / seconds),
-                loader_disk=max(seen.children.values(), default=0) / seen.looks,
-                thread_disk=max(seen.threads.values(), default=0) / max(1, seen.thread_looks),
+                loader_disk=_most_on_disk(seen.children.values(), seen.looks),
+                thread_disk=_most_on_disk(seen.threads.values(), seen.thread_looks),
                 in_futex=seen.futex >= max(_FEW * seen.looks, (1 - _FEW) * seen.slept),
                 reporter_sleeps=seen.reporter > seen.looks / 2,
             )
@@ -129,6 +128,15 @@ class ProcessSamples:
         """Return whether a rank was stopped at every look."""
         seen = self._seen.get(rank)
         return seen is not None and seen.stopped == seen.looks > 1
+
+
+def _disk_share(disk: int, ran: int, looks: int) -> float:
+    """Return the share of looks at which a thread waited for a disk, of those at which it could not run."""
+    return disk / max(1, looks - ran) if disk >= max(1, _FEW * looks) else 0.0
+
+
+def _most_on_disk(states: Iterable[Counter[str]], looks: int) -> float:
+    return max((_disk_share(each["D"], each["R"], looks) for each in states), default=0.0)
 
 
 def _read(path: Path) -> str:

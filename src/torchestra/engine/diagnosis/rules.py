@@ -302,7 +302,9 @@ def _slow_disk(case: Case) -> Diagnosis | None:
         system = each.system
         if system is None:
             continue
-        share = max(system.disk, system.loader_disk, system.thread_disk)
+        # What others do holds it up only if it does not run itself.
+        others = max(system.loader_disk, system.thread_disk) if system.ready < _BUSY else 0.0
+        share = max(system.disk, others)
         if share >= _MAX_DISK:
             other = "child process" if system.loader_disk >= _MAX_DISK else "thread"
             who = f"{each} waits" if system.disk >= _MAX_DISK else f"{each} has a {other} that waits"
