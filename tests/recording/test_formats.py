@@ -188,6 +188,17 @@ def test_tables_have_a_row_for_each_operation(records: list[dist.FlightRecord], 
     assert frame["nbytes"].sum() == sum(entry.nbytes for _, entry in expected)
 
 
+def test_all_files_have_columns_of_the_same_types(records: list[dist.FlightRecord], tmp_path: Path) -> None:
+    """Also those in which no operation has a root or a peer, or in which there is none."""
+    empty = replace(
+        records[0], ranks=tuple(replace(rank, operations=(), messages=()) for rank in records[0].ranks)
+    )
+    for name, record in (("all", records[0]), ("collectives", records[1]), ("empty", empty)):
+        record.save(tmp_path / f"{name}.parquet")
+    frames = [polars.read_parquet(path) for path in sorted(tmp_path.iterdir())]
+    assert polars.concat(frames).height == sum(frame.height for frame in frames) > 0
+
+
 def test_a_profile_of_each_rank(records: list[dist.FlightRecord], tmp_path: Path) -> None:
     """Each operation on a stream, and what lies between them on another; nothing on a stream overlaps."""
     assert write(tmp_path, trace_of(records), "kineto") == 3
