@@ -139,6 +139,23 @@ def test_prometheus_reads_what_is_served_and_ctrl_c_ends_it(job: ProcessWorld) -
         assert server.wait(SOON) == 0
 
 
+def test_an_address_of_ipv6_is_printed_as_a_browser_takes_it() -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError as error:
+            pytest.skip(f"no IPv6 here: {error}")
+    with started("--address", "::1", "--port", "0") as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            with urllib.request.urlopen(url, timeout=SOON) as answer:
+                assert answer.status == 200
+        finally:
+            server.send_signal(2)
+        assert server.wait(SOON) == 0
+
+
 @pytest.mark.parametrize("port", ["that another program has", "that there is not"])
 def test_an_address_that_cannot_be_served_is_named(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -291,7 +308,9 @@ def names_of_groups(make: Callable[[str], dist.ProcessGroup]) -> list[list[tuple
         found = [
             (labels[1], number)
             for family, labels, number in metrics.samples()
-            if family is metrics.OPERATIONS and labels[1].startswith("direct") and labels[2:4] == ("0", "barrier")
+            if family is metrics.OPERATIONS
+            and labels[1].startswith("direct")
+            and labels[2:4] == ("0", "barrier")
         ]
         dist.barrier()
         return sorted(found)

@@ -439,7 +439,12 @@ def test_threads_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "told"),
     [
         (["top", "--interval", "0"], "must be between 0.05 and 3600 seconds, got 0"),
+        (["top", "--interval", "soon"], "must be between 0.05 and 3600 seconds, got soon"),
+        (["top", "--speed", "nan"], "must be between 0.01 and 10000, got nan"),
         (["report", "--seconds", "-1"], "must be between 0 and 3600 seconds, got -1"),
+        (["metrics", "--interval", "0"], "must be between 0.001 and 86400 seconds, got 0"),
+        (["metrics", "--interval", "-1"], "must be between 0.001 and 86400 seconds, got -1"),
+        (["metrics", "--interval", "nan"], "must be between 0.001 and 86400 seconds, got nan"),
         (["report", "--out", "x.json", "--job", "1", "--from", "y"], "not allowed with argument"),
     ],
 )

@@ -28,6 +28,7 @@ from torchestra.engine.recorder.flight_record import (
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import DistError
 from torchestra.monitor.jobs import Group, find_jobs
+from torchestra.monitor.numbers_between import seconds_between
 from torchestra.system.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -279,7 +280,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address", default="127.0.0.1", help="to serve at (default: 127.0.0.1, this host alone)"
     )
     parser.add_argument(
-        "--interval", type=float, default=15.0, metavar="S", help="between two files (default: 15 seconds)"
+        "--interval",
+        type=seconds_between(0.001, 86400),
+        default=15.0,
+        metavar="S",
+        help="between two files (default: 15 seconds)",
     )
 
 
@@ -339,7 +344,8 @@ def _serve(registry: CollectorRegistry, address: str, port: int) -> None:
             f"cannot serve at {address}, port {port}: {error}; choose others by --address and --port, 0 for"
             " any free port"
         ) from error
-    print(f"torchestra metrics: http://{address}:{server.server_port}/metrics", flush=True)
+    host = f"[{address}]" if ":" in address else address  # IPv6's, in an address of the web
+    print(f"torchestra metrics: http://{host}:{server.server_port}/metrics", flush=True)
     try:
         with Interrupts() as interrupts:
             while thread.is_alive():

@@ -23,6 +23,7 @@ from torchestra.monitor.analysis.summary import GroupAnalysis, analyse, sentence
 from torchestra.monitor.diagnosis import diagnose_groups, diagnoses_in, diagnosis_sentences
 from torchestra.monitor.jobs import choose_job
 from torchestra.monitor.live.units import printable
+from torchestra.monitor.numbers_between import seconds_between
 from torchestra.monitor.process_samples import sample
 from torchestra.monitor.report_page import write_page
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=seconds_between(0, 3600),
         default=2.0,
         metavar="S",
         help="how long to look at the processes of a running job (default: 2; 0: not at all)",
@@ -83,13 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="traces, or directories of them, to put together",
     )
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 3600 seconds, got {text}")
-    return seconds
 
 
 def main(options: argparse.Namespace) -> int:

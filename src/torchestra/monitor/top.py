@@ -29,6 +29,7 @@ from torchestra.monitor.live.keyboard import Keyboard
 from torchestra.monitor.live.recording import Recording, RecordingWriter
 from torchestra.monitor.live.samples import Change, JobSample, JobSampler, changes, current_entry
 from torchestra.monitor.live.screen import Screen
+from torchestra.monitor.numbers_between import number_between, seconds_between
 from torchestra.system.interrupts import Interrupts
 from torchestra.system.terminal import wide_console
 
@@ -53,28 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     source.add_argument("--replay", type=Path, metavar="FILE", help="show what --record has written")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two samples (default: 1)"
+        "--interval",
+        type=seconds_between(0.05, 3600),
+        default=1.0,
+        metavar="S",
+        help="seconds between two samples (default: 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each sample")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the samples into a new file, too")
     parser.add_argument(
-        "--speed", type=_speed, default=1.0, metavar="N", help="replay so many times as fast (default: 1)"
+        "--speed",
+        type=number_between(0.01, 10_000),
+        default=1.0,
+        metavar="N",
+        help="replay so many times as fast (default: 1)",
     )
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.05 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be between 0.05 and 3600 seconds, got {text}")
-    return seconds
-
-
-def _speed(text: str) -> float:
-    speed = float(text)
-    if not 0.01 <= speed <= 10_000:
-        raise argparse.ArgumentTypeError(f"must be between 0.01 and 10000, got {text}")
-    return speed
 
 
 def main(options: argparse.Namespace) -> int:
