@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def test_report_writes_a_trace_of_a_running_job(
     path = tmp_path / "trace.json"
     code, text = run(capsys, "report", "--out", str(path), "--seconds", "0", "--job", str(job.pids[0]))
     assert code == 0
-    assert re.search(r"trace\.json: \d+ operations of 5 ranks in 2 groups", text)
+    assert re.search(r"trace\.json: \d+ operations in 2 groups", text)
     assert text.startswith("group 'default': diagnosis")
     assert "rank 2 has not called operation" in text.splitlines()[0]
     events = json.loads(path.read_text())["traceEvents"]
@@ -271,7 +272,36 @@ def test_report_puts_traces_together(
         assert main(["report", "--out", path, "--seconds", "0", "--job", str(job.pids[0])]) == 0
     code, text = run(capsys, "report", "--from", str(tmp_path), "--out", str(tmp_path / "both.csv"))
     assert code == 0
-    assert "of 10 ranks in 4 groups" in text
+    assert "operations in 4 groups" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([], "There is no group in the record."),
+        ([1], "group '<b>0', 1 rank: there is no other rank to wait for."),
+        ([2], "group '<b>0', 2 ranks: no rank has called an operation yet."),
+    ],
+)
+def test_report_says_why_there_is_nothing_to_tell(
+    sizes: list[int], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = [
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": number,
+            "tid": 0,
+            "args": {"name": "", "group": f"<b>{number}", "size": size},
+        }
+        for number, size in enumerate(sizes)
+    ]
+    trace, page = tmp_path / "trace.json", tmp_path / "report.html"
+    trace.write_text(json.dumps({"traceEvents": groups}))
+    code, text = run(capsys, "report", "--from", str(trace), "--html", str(page))
+    assert code == 0
+    assert text.splitlines() == [told, f"{page}: 0 operations in 0 groups"]
+    assert f"<li>{escape(told)}</li>" in page.read_text()
 
 
 @pytest.mark.parametrize("name", ["pytorch", "kineto"])

@@ -19,7 +19,7 @@ from torchestra.engine.recorder.formats.writing import FORMATS, write
 from torchestra.engine.recorder.trace import host_clock, trace_of
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.monitor.analysis.bandwidth import measure_copies
-from torchestra.monitor.analysis.summary import GroupAnalysis, analyse, sentences
+from torchestra.monitor.analysis.summary import GroupAnalysis, analyse, counted, nothing_to_tell, sentences
 from torchestra.monitor.diagnosis import diagnose_groups, diagnoses_in, diagnosis_sentences
 from torchestra.monitor.jobs import choose_job
 from torchestra.monitor.live.units import printable
@@ -104,13 +104,13 @@ def main(options: argparse.Namespace) -> int:
             print(f"group {analysis.group.name!r}, {analysis.group.size} ranks:")
             for sentence in sentences(analysis, copies):
                 print(printable(f"  {sentence}"))
-        tracks = {(row.group, row.rank) for row in table.rows}
-        groups = {group for group, _ in tracks}
-        amount = f"{len(table.rows)} operations of {len(tracks)} ranks in {len(groups)} groups"
-        if not analyses:
-            print(f"no group of several ranks: {amount}")
+        nothing = [] if analyses else nothing_to_tell(table)
+        for sentence in nothing:
+            print(printable(sentence))
+        groups = len({row.group for row in table.rows})
+        amount = f"{counted(len(table.rows), 'operation')} in {counted(groups, 'group')}"
         if options.html is not None:
-            write_page(options.html, analyses, copies, diagnoses)
+            write_page(options.html, analyses, copies, diagnoses, nothing)
             print(f"{options.html}: {amount}")
         if options.out is not None:
             write(options.out, trace, options.format)

@@ -27,6 +27,7 @@ def write_page(
     analyses: Sequence[GroupAnalysis],
     copies: Mapping[int, float] | None,
     diagnoses: Sequence[tuple[str, str]] = (),
+    nothing: Sequence[str] = (),
 ) -> None:
     """Write the page.
 
@@ -34,6 +35,7 @@ def write_page(
         analyses: of the groups, in the order in which the page has them.
         copies: by size, how many bytes one core of the machine copies a second; None: it is not known.
         diagnoses: groups that hang or were aborted, and why, which the page says first.
+        nothing: if there are no analyses, why, in sentences.
 
     Raises:
         DistError: bokeh is not installed.
@@ -49,7 +51,7 @@ def write_page(
         ) from error
     figures: dict[str, Any] = {}
     sections = [_section(number, each, copies, figures) for number, each in enumerate(analyses)]
-    body = "\n".join([*_hangs(diagnoses), *sections])
+    body = "\n".join([*_hangs(diagnoses), *_listed(nothing), *sections])
     drawing, divisions = components(figures) if figures else ("", {})
     for name, division in divisions.items():
         body = body.replace(f"<!--{name}-->", division)
@@ -63,9 +65,13 @@ def write_page(
 
 def _hangs(diagnoses: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Return the list of diagnoses in HTML, if there are any."""
-    if diagnoses:
-        lines = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in diagnosis_sentences(diagnoses))
-        yield f'<ul class="hangs">{lines}</ul>'
+    yield from _listed(diagnosis_sentences(diagnoses), ' class="hangs"')
+
+
+def _listed(told: Sequence[str], attributes: str = "") -> Iterator[str]:
+    if told:
+        lines = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in told)
+        yield f"<ul{attributes}>{lines}</ul>"
 
 
 def _section(
@@ -75,8 +81,8 @@ def _section(
     from torchestra.monitor.report_charts import charts
 
     group = analysis.group
-    told = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(analysis, copies))
-    parts = [f"<h1>group {escape(repr(group.name))}, {group.size} ranks</h1>", f"<ul>{told}</ul>"]
+    head = f"<h1>group {escape(repr(group.name))}, {group.size} ranks</h1>"
+    parts = [head, *_listed(sentences(analysis, copies))]
     for index, (title, caption, figure) in enumerate(charts(analysis, copies)):
         name = f"chart_{number}_{index}"
         figures[name] = figure

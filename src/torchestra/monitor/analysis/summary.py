@@ -68,6 +68,26 @@ def analyse(table: Table) -> list[GroupAnalysis]:
     return sorted(found, key=lambda each: -sum(use.total for use in each.uses))
 
 
+def nothing_to_tell(table: Table) -> list[str]:
+    """Return, where :func:`analyse` finds no group, why no group has anything to tell, in sentences."""
+    if not table.groups:
+        return ["There is no group in the record."]
+    return [
+        f"group {group.name!r}, {counted(group.size, 'rank')}: "
+        + (
+            "there is no other rank to wait for."
+            if group.size == 1
+            else "no rank has called an operation yet."
+        )
+        for group in table.groups
+    ]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _analysis(table: Table, group: TracedGroup) -> GroupAnalysis:
     rows = rows_of(table, group.number)
     calls = call_edges([call for call in table.calls if call.group == group.number])
