@@ -57,3 +57,16 @@ def test_the_page_that_was_chosen_stays_until_there_are_other_pages(capsys) -> N
     widget.show(pages[:2])
     assert (widget._choice.index, widget._choice.options) == (0, ("all ranks", "rank 0"))
     assert len(widget._pages.children) == 2
+
+
+def test_pages_that_come_and_go_are_the_same_widgets(capsys) -> None:
+    """What is made anew stays in the kernel and in the browser, and groups can come and go for hours."""
+    pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
+    widget = WidgetOutput()
+    ranks = [ViewPage(f"rank {rank}", [Text(str(rank))]) for rank in range(3)]
+    widget.show(ranks)
+    first = widget._pages.children
+    widget.show(ranks[2:])
+    widget.show(ranks)
+    assert widget._pages.children == first
+    assert [">2\n" in page.value for page in first] == [False, False, True]

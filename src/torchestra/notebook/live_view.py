@@ -55,6 +55,7 @@ class WidgetOutput:
         self._new_page = ipywidgets.HTML
         self._choice: Any = ipywidgets.Dropdown(description="show")
         self._pages: Any = ipywidgets.Stack()
+        self._made: list[Any] = []  # all pages until now: the kernel and the browser hold them for good
         # In the browser: what the kernel is told while a cell runs, it reads when that has ended.
         self._link = ipywidgets.jslink((self._choice, "index"), (self._pages, "selected_index"))
         display(ipywidgets.VBox([self._choice, self._pages]))
@@ -63,7 +64,8 @@ class WidgetOutput:
         """Draw the pages; the one that is chosen stays so as long as the same pages are there."""
         names = tuple(page.name for page in pages)
         if names != self._choice.options:
-            self._pages.children = [self._new_page() for _ in pages]
+            self._made += [self._new_page() for _ in pages[len(self._made) :]]
+            self._pages.children = self._made[: len(pages)]
             self._choice.options = names
             self._choice.index = 0
         for widget, page in zip(self._pages.children, pages, strict=True):
