@@ -77,9 +77,8 @@ def record(path: str) -> None:
 
 def test_a_recorded_job(calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("threads", 2, record, str(tmp_path / "job.json"))
-    found = answer(
-        capsys, "--calibration", calibration, "--ranks", "2", "--record", str(tmp_path / "job.json")
-    )
+    found = answer(capsys, "--calibration", calibration, "--record", str(tmp_path / "job.json"))
+    assert (found["hosts"], found["ranks_per_host"]) == (1, 2), "as it was recorded"
     assert "all_reduce:3.906KB" in found["workload"]
     assert found["seconds"] > 0
     assert found["recorded_seconds"] > 0
@@ -136,6 +135,8 @@ def test_tables(calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--operations", "barrier", "--sweep", "buckets"], "is for a training step"),
         (["--gradients", "0"], "must be above 0"),
         (["--gradients", "1MB", "--compute", "nan"], "--compute must be >= 0"),
+        (["--step", "--compute", "3"], "--compute is for --gradients"),
+        (["--operations", "barrier", "--bucket", "1MB"], "--bucket is for --gradients"),
         (["--record", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["--operations", "all_to_all_single:1MB", "--hosts", "100"], "is simulated on up to 64 ranks"),
     ],
@@ -159,6 +160,6 @@ def test_a_link_has_to_be_known(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "barrier",
     ]
     assert main(common) == 2
-    assert "2 hosts need a link" in capsys.readouterr().err
+    assert "2 hosts need a link: run `torchestra calibrate` on ranks of two hosts" in capsys.readouterr().err
     assert main([*common, "--latency", "5us"]) == 2
     assert "give both --latency and --bandwidth" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from torchestra.errors import DistError, InvalidArgumentError
 if TYPE_CHECKING:
     from torchestra.performance.calibration import Calibration, LinkCalibration
     from torchestra.performance.machine import Machine
+    from torchestra.performance.recorded_job import RecordedJob
     from torchestra.performance.workload import Workload
 
 _EPILOG = """\
@@ -29,6 +30,7 @@ those that `torchestra calibrate` has measured. --latency and --bandwidth replac
 
 docs/scaling.md says what the model knows and what it does not.
 """
+_BUCKET = "25MB"
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -39,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", type=Path, required=True, metavar="FILE", help="by torchestra calibrate"
     )
-    parser.add_argument("--hosts", type=int, default=1, metavar="H", help="how many hosts (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="R", help="ranks on each host (%(default)s)")
+    parser.add_argument("--hosts", type=int, metavar="H", help="how many hosts (1, or as recorded)")
+    parser.add_argument("--ranks", type=int, metavar="R", help="ranks on each host (1, or as recorded)")
     parser.add_argument("--cores", type=int, metavar="N", help="cores of each host (default: as calibrated)")
     parser.add_argument("--latency", metavar="TIME", help="of the link, say 50us (default: as calibrated)")
     parser.add_argument("--bandwidth", metavar="RATE", help="of the link, say 10Gbit (default: calibrated)")
@@ -60,11 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute",
         type=float,
-        default=0.0,
         metavar="S",
-        help="seconds of compute, for --gradients",
+        help="seconds of compute, for --gradients (0)",
     )
-    parser.add_argument("--bucket", default="25MB", metavar="SIZE", help="bucket_cap_mb (%(default)s)")
+    parser.add_argument("--bucket", metavar="SIZE", help="bucket_cap_mb, for --gradients (25MB)")
     parser.add_argument(
         "--straggler",
         action="append",
@@ -118,10 +119,17 @@ def answers_to(options: argparse.Namespace) -> dict[str, Any]:
     """
     from torchestra.performance import closed_form, control_traffic, goal, simgrid_replay, what_if
     from torchestra.performance.prediction import predict, schedule_of
+    from torchestra.performance.recorded_job import read_job
     from torchestra.performance.workload import Step
 
-    machine, calibration = _machine(options)
-    workload, recorded_s = _workload(options, machine, calibration)
+    for name in ("compute", "bucket"):
+        if getattr(options, name) is not None and options.gradients is None:
+            raise InvalidArgumentError(
+                f"--{name} is for --gradients; other steps and operations have their own"
+            )
+    job = None if options.record is None else read_job(options.record)
+    machine, calibration = _machine(options, job)
+    workload = _workload(options, machine, calibration) if job is None else job.workload
     prediction = predict(workload, machine)
     answers: dict[str, Any] = {
         "hosts": machine.hosts,
@@ -132,8 +140,8 @@ def answers_to(options: argparse.Namespace) -> dict[str, Any]:
         "messages_of_a_host": prediction.messages,
         "bytes_of_a_host": prediction.nbytes,
     }
-    if recorded_s is not None:
-        answers["recorded_seconds"] = recorded_s
+    if job is not None:
+        answers["recorded_seconds"] = job.seconds
     if (estimate := closed_form.estimate(workload, machine)) is not None:
         answers["closed_form_seconds"] = estimate
     if options.faults:
@@ -154,7 +162,7 @@ def answers_to(options: argparse.Namespace) -> dict[str, Any]:
     return answers
 
 
-def _machine(options: argparse.Namespace) -> tuple[Machine, Calibration]:
+def _machine(options: argparse.Namespace, job: RecordedJob | None) -> tuple[Machine, Calibration]:
     from torchestra.performance.calibration import Calibration
     from torchestra.performance.machine import Machine
 
@@ -162,9 +170,14 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, Calibration]:
     host = calibration.host
     if options.cores is not None:
         host = replace(host, cores=_at_least_one("--cores", options.cores))
+    recorded = (1, 1) if job is None else (job.hosts, job.ranks_per_host)
+    hosts, ranks = (
+        each if given is None else given
+        for each, given in zip(recorded, (options.hosts, options.ranks), strict=True)
+    )
     machine = Machine(
-        _at_least_one("--hosts", options.hosts),
-        _at_least_one("--ranks", options.ranks),
+        _at_least_one("--hosts", hosts),
+        _at_least_one("--ranks", ranks),
         host,
         _link(options, calibration.link),
         dict(map(_pair, options.straggler)),
@@ -220,35 +233,30 @@ def _pair(text: str) -> tuple[int, float]:
         raise InvalidArgumentError(f"--straggler and --slow-link take NUMBER=VALUE, got {text!r}") from None
 
 
-def _workload(
-    options: argparse.Namespace, machine: Machine, calibration: Calibration
-) -> tuple[Workload, float | None]:
-    """Return the workload, and how long a recorded one took."""
+def _workload(options: argparse.Namespace, machine: Machine, calibration: Calibration) -> Workload:
+    """Return what is to be simulated, which is no recorded job."""
     from torchestra.performance.prediction import step_of
-    from torchestra.performance.recorded_job import read_job
     from torchestra.performance.what_if import rebucketed
     from torchestra.performance.workload import Operation, Step, parse_bytes
 
     if options.operations is not None:
-        return [Operation.parse(text) for text in options.operations.split(",")], None
-    if options.record is not None:
-        job = read_job(options.record)
-        return job.workload, job.seconds
+        return [Operation.parse(text) for text in options.operations.split(",")]
     if options.step:
         if calibration.step is None:
             raise InvalidArgumentError(
                 f"{options.calibration} has no training step; see torchestra calibrate"
             )
-        return step_of(calibration.step, machine), None
-    gradients, bucket = parse_bytes(options.gradients), parse_bytes(options.bucket)
+        return step_of(calibration.step, machine)
+    gradients, bucket = parse_bytes(options.gradients), parse_bytes(options.bucket or _BUCKET)
     if gradients < 1 or bucket < 1:
         raise InvalidArgumentError("--gradients and --bucket must be above 0")
-    if not (math.isfinite(options.compute) and options.compute >= 0):
-        raise InvalidArgumentError(f"--compute must be >= 0 seconds, got {options.compute}")
-    forward_s, backward_s = options.compute / 3, options.compute * 2 / 3
+    compute_s = 0.0 if options.compute is None else options.compute
+    if not (math.isfinite(compute_s) and compute_s >= 0):
+        raise InvalidArgumentError(f"--compute must be >= 0 seconds, got {compute_s}")
+    forward_s, backward_s = compute_s / 3, compute_s * 2 / 3
     overlaps = machine.hosts > 1 or machine.ranks_per_host < machine.host.cores
     whole = Step(forward_s, backward_s, 0.0, (gradients,), (backward_s,), overlaps=overlaps)
-    return rebucketed(whole, bucket), None
+    return rebucketed(whole, bucket)
 
 
 def _described(workload: Workload) -> str:

@@ -37,8 +37,8 @@ class Machine:
                 raise InvalidArgumentError(f"Machine.{name} must be at least 1, got {getattr(self, name)}")
         if self.hosts > 1 and self.link is None:
             raise InvalidArgumentError(
-                f"{self.hosts} hosts need a link: calibrate with `torchestra calibrate --hosts`, or give the"
-                " link's latency and bandwidth"
+                f"{self.hosts} hosts need a link: run `torchestra calibrate` on ranks of two hosts (its"
+                " --help tells how), or give the link's latency and bandwidth"
             )
         for rank, factor in self.stragglers.items():
             if not 0 <= rank < self.ranks or not (math.isfinite(factor) and factor > 0):

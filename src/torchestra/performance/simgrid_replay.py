@@ -58,7 +58,10 @@ def _replay(schedule: Schedule, machine: Machine) -> float:
     try:
         simgrid = importlib.import_module("simgrid")
     except ImportError as error:
-        raise DistError(f"SimGrid's Python module is needed for a replay on it ({error})") from error
+        raise DistError(
+            f"SimGrid's Python module is needed for a replay on it ({error}): install PyPI's simgrid, or"
+            " Debian's python3-simgrid for Debian's Python"
+        ) from error
     arguments = [
         "replay",
         *(f"--cfg={each}" for each in _CONFIGURATION if "thres" not in each),

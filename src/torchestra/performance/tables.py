@@ -40,7 +40,8 @@ def shown_seconds(seconds: float) -> str:
 
 def _overview(answers: Mapping[str, Any]) -> Table:
     hosts, ranks = answers["hosts"], answers["ranks_per_host"]
-    table = Table(title=f"{answers['workload']}: {hosts} hosts x {ranks} ranks", show_header=False)
+    shape = f"{hosts} host{'' if hosts == 1 else 's'} x {ranks} rank{'' if ranks == 1 else 's'}"
+    table = Table(title=f"{answers['workload']}: {shape}", show_header=False)
     table.add_row("takes", shown_seconds(answers["seconds"]))
     table.add_row("a rank waits for", f"{answers['waiting_share']:.0%}")
     if "closed_form_seconds" in answers:
