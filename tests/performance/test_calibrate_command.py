@@ -57,7 +57,8 @@ def test_a_busy_machine_is_refused(
         (["--only", "link"], "two hosts"),
         (["--only", "step"], "needs --step"),
         (["--only", "step", "--step", "a.py:b"], "cannot read the calibration"),
-        (["-n", "0"], "numbers of ranks must be like 1,2,4, got '0'"),
+        (["-n", "0"], "numbers of ranks must be like 1,2,4, and at most 256, got '0'"),
+        (["-n", "1000"], "numbers of ranks must be like 1,2,4, and at most 256, got '1000'"),
         (["--step-nproc", "two"], "got 'two'"),
         (["--seconds", "0"], "seconds must be more than 0"),
         (["--quantile", "1"], "quantile must be between 0 and 1"),
@@ -68,6 +69,14 @@ def test_wrong_arguments(
 ) -> None:
     assert main(["calibrate", "-o", str(tmp_path / "none.json"), *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nowhere/machine.json", "."])
+def test_where_no_file_can_be_written_nothing_is_measured(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "-o", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.endswith(": no file can be written there\n")
 
 
 def test_the_summary_has_a_line_for_each_part() -> None:

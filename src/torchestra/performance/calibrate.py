@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,9 @@ def main(options: argparse.Namespace) -> int:
     except DistError as error:
         print(f"torchestra calibrate: {error}", file=sys.stderr)
         return _FAILED
+    except OSError as error:
+        print(f"torchestra calibrate: {options.output} cannot be written: {error.strerror}", file=sys.stderr)
+        return _FAILED
     return 0
 
 
@@ -140,7 +144,7 @@ class _Measurement:
         options: the command's.
 
     Raises:
-        InvalidArgumentError: the file that is to be completed cannot be read.
+        InvalidArgumentError: the file that is to be completed cannot be read, or none can be written.
         DistBackendError: the machine is busy.
     """
 
@@ -152,6 +156,9 @@ class _Measurement:
         self._earlier: Calibration | None = None
         if options.only is not None and (options.only != "host" or options.output.exists()):
             self._earlier = Calibration.load(options.output)
+        folder = options.output.parent
+        if options.output.is_dir() or not os.access(folder, os.W_OK):  # before all is measured, for nothing
+            raise InvalidArgumentError(f"--output {options.output}: no file can be written there")
         self._began = time.monotonic()
         self._conditions = conditions(_WATCH_S)
         self._warnings = _busy_warnings(self._conditions.busy_share, options.busy)
@@ -282,9 +289,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _counts(text: str | None) -> tuple[int, ...]:
     """Return the numbers of ranks of an argument; none if it was not given."""
+    from torchestra.performance.recording import MAX_RANKS_PER_HOST
+
     if text is None:
         return ()
     numbers = [each.strip() for each in text.split(",")]
-    if not all(each.isdecimal() and int(each) > 0 for each in numbers):
-        raise InvalidArgumentError(f"numbers of ranks must be like 1,2,4, got {text!r}")
+    if not all(each.isdecimal() and 0 < int(each) <= MAX_RANKS_PER_HOST for each in numbers):
+        raise InvalidArgumentError(
+            f"numbers of ranks must be like 1,2,4, and at most {MAX_RANKS_PER_HOST}, got {text!r}"
+        )
     return tuple(sorted({int(each) for each in numbers}))
