@@ -41,7 +41,13 @@ def redirect(function: Callable[..., Any], make: Callable[[Callable[..., Any]], 
     replacement = make(original)
     code = _body.__code__
     constants = tuple(replacement if constant == _PLACE else constant for constant in code.co_consts)
-    changed.__code__ = code.replace(co_consts=constants, co_name=changed.__name__)
+    # torch.compile decides by the file whether it traces a function.
+    changed.__code__ = code.replace(
+        co_consts=constants,
+        co_name=changed.__name__,
+        co_filename=changed.__code__.co_filename,
+        co_firstlineno=changed.__code__.co_firstlineno,
+    )
     changed.__defaults__ = changed.__kwdefaults__ = None
     changed.__signature__ = signature
     _redirected.add(name)

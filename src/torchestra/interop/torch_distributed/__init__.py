@@ -18,6 +18,7 @@ from torchestra.interop.torch_distributed.adoption import adopt, use
 from torchestra.interop.torch_distributed.functions import serve_functions
 from torchestra.interop.torch_distributed.group import TorchestraGroup, create_group
 from torchestra.interop.torch_distributed.inner import inner_group, monitored_barrier
+from torchestra.interop.torch_distributed.plain_calls import serve_plain_calls
 from torchestra.interop.torch_distributed.traced_messages import serve_batches
 from torchestra.interop.torch_distributed.works import TorchestraWork
 
@@ -42,6 +43,7 @@ def register() -> None:
     """
     register_backend(create_group)
     serve_functions()
+    serve_plain_calls()
     serve_batches()
 
 
