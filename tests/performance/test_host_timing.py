@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from machines import HOST
 
@@ -45,6 +48,29 @@ def test_where_ranks_may_read_their_peers_tensors_that_is_timed_too(
             assert 0 < min(kinds["peer_read_call"]) < 1  # seconds
             assert min(kinds["peer_read"]) > 1e6  # bytes a second, and none of no bytes
             assert kinds["reads_peers"] == [float(reads)]
+
+
+def test_a_sleep_that_ends_without_a_reason_is_gone_on_with() -> None:
+    """A signal ends it, say; a flag that is not raised in all these is that of a rank that is gone."""
+    for raised, expected in ((True, probes.DONE), (False, probes.LOST)):
+        own, peer, scratch, ticks = (np.zeros(2, dtype=np.int64) for _ in range(4))
+        timespec = np.array(
+            [0, 300_000_000], dtype=np.int64
+        )  # ends by itself, as by a signal: nobody wakes it
+        words = [each.ctypes.data for each in (own, peer, ticks, scratch, timespec)]
+        arguments = (*words[:2], 1, words[2], 0, *words[3:])
+        found: list[int] = []
+        sleeper = threading.Thread(target=lambda: found.append(probes.sleep(*arguments)))
+        began = time.monotonic()
+        sleeper.start()
+        while not own[0]:
+            time.sleep(0)
+        if raised:
+            while time.monotonic() - began < 0.4:  # in its second sleep
+                time.sleep(0.01)
+            peer[0] = 1
+        sleeper.join()
+        assert found == [expected]
 
 
 def test_both_ranks_time_flags_and_rank_1_wakes_up() -> None:
