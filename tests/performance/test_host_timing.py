@@ -50,27 +50,28 @@ def test_where_ranks_may_read_their_peers_tensors_that_is_timed_too(
             assert kinds["reads_peers"] == [float(reads)]
 
 
-def test_a_sleep_that_ends_without_a_reason_is_gone_on_with() -> None:
-    """A signal ends it, say; a flag that is not raised in all these is that of a rank that is gone."""
-    for raised, expected in ((True, probes.DONE), (False, probes.LOST)):
-        own, peer, scratch, ticks = (np.zeros(2, dtype=np.int64) for _ in range(4))
-        timespec = np.array(
-            [0, 300_000_000], dtype=np.int64
-        )  # ends by itself, as by a signal: nobody wakes it
-        words = [each.ctypes.data for each in (own, peer, ticks, scratch, timespec)]
-        arguments = (*words[:2], 1, words[2], 0, *words[3:])
-        found: list[int] = []
-        sleeper = threading.Thread(target=lambda: found.append(probes.sleep(*arguments)))
-        began = time.monotonic()
-        sleeper.start()
-        while not own[0]:
-            time.sleep(0)
-        if raised:
-            while time.monotonic() - began < 0.4:  # in its second sleep
-                time.sleep(0.01)
-            peer[0] = 1
-        sleeper.join()
-        assert found == [expected]
+@pytest.mark.parametrize(("raised", "expected"), [(True, probes.DONE), (False, probes.LOST)])
+def test_a_sleep_that_ends_without_a_reason_is_gone_on_with(raised: bool, expected: int) -> None:
+    """A signal ends it, say; a flag that is not raised in several is that of a rank that is gone."""
+    own, peer, scratch, ticks = (np.zeros(2, dtype=np.int64) for _ in range(4))
+    timespec = np.array([0, 300_000_000], dtype=np.int64)  # nobody wakes it: each sleep ends by itself
+    words = [each.ctypes.data for each in (own, peer, ticks, scratch, timespec)]
+    found: list[int] = []
+
+    def sleep() -> None:
+        found.append(probes.sleep(*words[:2], 1, words[2], 0, *words[3:]))
+
+    sleeper = threading.Thread(target=sleep)
+    began = time.monotonic()
+    sleeper.start()
+    while not own[0]:
+        time.sleep(0)
+    if raised:
+        while time.monotonic() - began < 0.4:  # in its second sleep
+            time.sleep(0.01)
+        peer[0] = 1
+    sleeper.join()
+    assert found == [expected]
 
 
 def test_both_ranks_time_flags_and_rank_1_wakes_up() -> None:
