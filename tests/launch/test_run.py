@@ -179,7 +179,10 @@ def test_the_rank_that_was_killed_is_named_not_those_that_noticed(start, tmp_pat
     assert code == 128 + signal.SIGKILL
     *others, last = err.splitlines()
     assert last.startswith(f"torchestra: rank 2 (pid {victim}) failed: killed by SIGKILL")
-    assert "[ranks 0, 1, 3] torchestra.errors.RankFailedError: rank 2 died" in others
+    # One that has not noticed yet when the launcher has is ended before it does.
+    told = [line for line in others if line.endswith("] torchestra.errors.RankFailedError: rank 2 died")]
+    assert told
+    assert not any("2" in line.partition("]")[0] for line in told)
     nothing_left()
 
 
