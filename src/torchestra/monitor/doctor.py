@@ -56,8 +56,7 @@ def main(options: argparse.Namespace) -> int:
     """Print the results; return 1 if something prevents torchestra from working, else 0."""
     from rich.table import Table
 
-    switch = _switch()
-    if switch.found == _WRONG:
+    if _switch().found == _WRONG:
         os.environ[_AUTOLOAD] = "0"  # else `import torch` raises what the row tells
     if options.compile:
         from torchestra.engine import compile_kernels

@@ -176,9 +176,10 @@ def check_module(
             )
         if not moves(tensor.dtype):
             raise InvalidArgumentError(f"{NAME}: `{name}` has dtype {tensor.dtype}, which cannot be sent")
-        plain = tensor.__class__ in TENSORS or has_no_elements(tensor)
-        if plain and (missing := contiguity_problem(tensor)):
-            raise InvalidArgumentError(f"{NAME}: `{name}` {missing}")
+        # Of other classes a tensor may have its elements elsewhere, as a DTensor has.
+        is_looked_at = tensor.__class__ in TENSORS or has_no_elements(tensor)
+        if is_looked_at and (problem := contiguity_problem(tensor)):
+            raise InvalidArgumentError(f"{NAME}: `{name}` {problem}")
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             trained = True
             if not reduces(tensor.dtype, ReduceOp.AVG):
