@@ -25,6 +25,7 @@ from warm_programs import share_server
 _TAG = "TORCHESTRA_TEST_TAG"
 _END_SECONDS = 60.0
 _WARM = "_ranks_start_warm"  # the fixture of folders whose tests run ranks
+_THREADS = "rpc-", "transport of"  # how the names of threads begin that every test must end
 
 # How long an example takes on a busy machine tells nothing. Each run has the same examples, in any worker and
 # order; `--hypothesis-profile explore` draws others.
@@ -94,15 +95,16 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def _nothing_for_later_modules() -> Iterator[None]:
     """Fail the module that leaves something, and not the one whose test finds it.
 
-    That is threads of an RPC worker, garbage that complains when it is collected (open files, say), and
-    collection turned off, which it may be for a moment while a thread looks at frames.
+    That is threads of an RPC worker or of a transport between hosts, garbage that complains when it is
+    collected (open files, say), and collection turned off, which it may be for a moment while a thread looks
+    at frames.
     """
     before = set(threading.enumerate())
     yield
     gc.collect()
     deadline = time.monotonic() + _END_SECONDS
-    while left := rpc_workers.threads_since(before):
-        assert time.monotonic() < deadline, f"a test of this module has not shut down a worker: {left}"
+    while left := rpc_workers.threads_since(before, _THREADS):
+        assert time.monotonic() < deadline, f"a test of this module has left threads: {left}"
         time.sleep(0.01)
     while not gc.isenabled():
         assert time.monotonic() < deadline, "a test of this module has turned garbage collection off"

@@ -73,6 +73,8 @@ def _only_first(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     return fn(*args) if rank == 0 else None
 
 
-def threads_since(before: Collection[threading.Thread]) -> list[threading.Thread]:
-    """The threads of workers in this process that run now, without those of ``before``."""
-    return [each for each in threading.enumerate() if each.name.startswith("rpc-") and each not in before]
+def threads_since(
+    before: Collection[threading.Thread], names: tuple[str, ...] = ("rpc-",)
+) -> list[threading.Thread]:
+    """The threads of workers in this process that run now, without those of ``before``; or of other names."""
+    return [each for each in threading.enumerate() if each.name.startswith(names) and each not in before]

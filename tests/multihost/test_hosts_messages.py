@@ -367,7 +367,10 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_take
     monkeypatch.setattr(Transport, "flush", lambda *_: False)
     monkeypatch.setattr(WaitPolicy, "check", counted_check)
     monkeypatch.setattr(GroupTransport, "_deliver", slow_deliver)
-    on_threads((1, 1), receive_from_one_that_has_left)
+    try:
+        on_threads((1, 1), receive_from_one_that_has_left)
+    finally:
+        looked.release(1000)  # a goodbye comes after the last look, and would be waited with beyond the test
 
 
 def test_a_rank_is_met_when_the_other_has_received_the_hello_of_its_present_connection() -> None:
