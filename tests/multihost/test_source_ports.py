@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_ranks_connect_from_their_ports() -> None:
             connection, (_, came_from) = other.accept()
             connection.close()
         assert came_from == source_ports(one.endpoint.key)[0]
+
+
+def test_a_rank_whose_ports_others_listen_at_connects_from_any() -> None:
+    """It took that for a peer's death, and RPC removed workers that lived from their group."""
+    with contextlib.ExitStack() as stack:
+        one, other = (
+            stack.enter_context(
+                contextlib.closing(Transport(name, HERE, None, 30.0, lambda _: None, grows=True))
+            )
+            for name in "ab"
+        )
+        for port in source_ports(one.endpoint.key):
+            stack.enter_context(socket.create_server((HERE, port)))
+        other.expect({0: one.endpoint})
+        one.expect({1: other.endpoint}, connect=True)
+        while not one.is_met(1):
+            assert one.lost() == {}
+            time.sleep(0.01)
 
 
 class Asked:

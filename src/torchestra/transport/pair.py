@@ -83,12 +83,6 @@ class PairConnection:
         accepted: the number of the other's connection that it came over; numbers grow.
     """
 
-    reconnects = False
-    wanted = True
-    _retry_for: float | None = None
-    _since_end = 0.0
-    _incoming: IncomingConnection | None = None
-
     def __init__(
         self, rank: int, endpoint: EndpointRecord, reconnects: bool = False, again_for: float | None = None
     ) -> None:
@@ -96,6 +90,8 @@ class PairConnection:
         self.endpoint = endpoint
         self.reconnects = reconnects
         self._retry_for = again_for
+        self._port: int | None = None  # that it connects from
+        self._incoming: IncomingConnection | None = None
         self.socket: zmq.Socket[Any] | None = None
         self.wanted = self.joined = False
         self.hello_received = self.hello_acked = False
@@ -253,7 +249,7 @@ class PairConnection:
         self.monitor = socket.get_monitor_socket(_EVENTS)
         self.began = time.monotonic()
         address = self.endpoint.address
-        port = (*ports, None)[self._attempts % (len(ports) + 1)]
+        self._port = port = (*ports, None)[self._attempts % (len(ports) + 1)]
         self._attempts += 1
         socket.connect(source_address(address, port) if port else address)
 
@@ -264,7 +260,13 @@ class PairConnection:
         """
         patience = min(self._attempts, _MOST_PATIENCE) * _ANSWER_SECONDS
         waits_for = _AGAIN_SECONDS if self.refused else math.inf if self._is_answered else patience
+        waits_for = 0.0 if self._may_be_own_port else waits_for
         return now - self.began > waits_for and not self.is_given_up
+
+    @property
+    def _may_be_own_port(self) -> bool:
+        """Return whether nobody was asked, perhaps: a program listens at the port to connect from, say."""
+        return self._port is not None and self.refused == _FAILED[zmq.EVENT_CLOSED]
 
     @property
     def is_met(self) -> bool:
@@ -275,7 +277,7 @@ class PairConnection:
     def is_given_up(self) -> bool:
         """Return whether it has refused this rank for so long that there is no other attempt."""
         if self._retry_for is not None:
-            is_closed = self.refused == _FAILED[zmq.EVENT_CLOSED]
+            is_closed = self.refused == _FAILED[zmq.EVENT_CLOSED] and not self._may_be_own_port
             return is_closed or (bool(self.refused) and time.monotonic() - self._first > self._retry_for)
         if not self.refused or (self.wanted and self.refused in _CROWDED):
             return False  # whoever wants the connection has a time-out
