@@ -12,7 +12,7 @@ from verification.drivers import driver, expect
 DONE = at.DONE
 NUMBER, SMALLEST, SERVED, ENTRIES = blocks.NUMBER, blocks.SMALLEST, blocks.SERVED, blocks.ENTRIES
 LENGTH, ADDRESS, POOL, STATE, FREE = blocks.LENGTH, blocks.ADDRESS, blocks.POOL, blocks.STATE, blocks.FREE
-take_block, give_block, retire_block = blocks.take_block, blocks.give_block, blocks.retire_block
+take_block, free_block, retire_block = blocks.take_block, blocks.free_block, blocks.retire_block
 
 SHORT, LONG = 64, 128
 """The lengths of the blocks before and after."""
@@ -28,13 +28,13 @@ def use_blocks(allocator, length, thread, times):
             expect(load(memory + 8), length)
             store(memory, thread)
             expect(load(memory), thread)
-            give_block(entry)
+            expect(free_block(allocator, memory), 1)
     return DONE
 
 
 @driver
 def fill_entry(entry, length, memory, pool):
-    """Fill an entry that no thread has for a block, as TorchAllocator.new_pool."""
+    """Fill an entry that no thread has for a block, as _Allocator.add."""
     store(memory + 8, length)
     store_ordered(entry + LENGTH, length)
     store_ordered(entry + ADDRESS, memory)

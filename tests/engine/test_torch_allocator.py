@@ -116,10 +116,88 @@ def test_a_tensor_on_a_block_is_as_any_other(pool: BlockPool, made: list[torch.T
     assert not addresses([longer]) & addresses(made)
 
 
+def test_a_block_can_be_cloned_lazily(pool: BlockPool, made: list[torch.Tensor]) -> None:
+    """As what the allocator gave; it is free again when both the tensor and the clone are gone."""
+    pool.serve()
+    tensor = torch.zeros(LENGTH, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    assert address in addresses(made)
+    clone = torch._lazy_clone(tensor)
+    clone += 1  # takes memory of its own
+    assert (int(tensor.sum()), int(clone.sum(dtype=torch.int64))) == (0, LENGTH)
+    del tensor, clone
+    assert torch.zeros(LENGTH, dtype=torch.uint8).data_ptr() == address
+
+
+def convolved(width: int, serve: Callable[[], None], stop: Callable[[], None]) -> list[torch.Tensor]:
+    """The gradients of a convolution, for which oneDNN makes buffers that have the weight's length."""
+    generator = torch.Generator().manual_seed(SEED)
+    layer = torch.nn.Conv2d(width, width, 3, padding=1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    image = torch.randn(2, width, 14, 14, generator=generator)
+    serve()
+    try:
+        layer(image).square().mean().backward()
+        layer(image).square().mean().backward()
+    finally:
+        stop()
+    return [parameter.grad for parameter in layer.parameters()]
+
+
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_onednn_may_take_blocks_for_its_buffers(number: int) -> None:
+    """It takes them by raw_allocate, which was torch's internal error, and frees them by their address."""
+    width = 64
+    expected = convolved(width, lambda: None, lambda: None)
+    pool = BlockPool([4 * width * width * 9] * number, block)
+    for _ in range(3):
+        found = convolved(width, pool.serve, pool.stop)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_torch_frees_by_address_blocks_and_what_is_none(pool: BlockPool, made: list[torch.Tensor]) -> None:
+    """As Allocator::raw_allocate and raw_deallocate do, which nothing in Python calls."""
+    allocator, _ = torch_allocator._installed()
+    assert allocator is not None
+    virtual = ctypes.c_void_p.from_address(allocator.address).value or 0
+    functions = (ctypes.c_void_p * torch_allocator._VIRTUAL_FUNCTIONS).from_address(virtual)
+    allocate = ctypes.CFUNCTYPE(torch_allocator._DataPtr, ctypes.c_void_p, ctypes.c_size_t)(functions[2] or 0)
+    deleter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(functions[4] or 0)(allocator.address)
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter or 0)
+    pool.serve()
+    found = [allocate(allocator.address, length) for length in (LENGTH, LENGTH + 1)]
+    pool.stop()
+    assert [each.data for each in found] == [each.argument for each in found]
+    assert [each.data in addresses(made) for each in found] == [True, False]
+    for each in found:
+        free(each.data)
+    pool.serve()
+    assert torch.zeros(LENGTH, dtype=torch.uint8).data_ptr() == found[0].data
+
+
 def test_memory_that_torch_cannot_get_is_torchs_error(pool: BlockPool) -> None:
     pool.serve()
     with pytest.raises(RuntimeError, match="allocate"):
         torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_a_pool_tells_of_which_length_it_has_too_few(pool: BlockPool, made: list[torch.Tensor]) -> None:
+    pool.serve()
+    kept = [torch.zeros(LENGTH, dtype=torch.uint8) for _ in range(2)]
+    torch.zeros(3 * LENGTH, dtype=torch.uint8)
+    assert pool.missed() == set()
+    kept.append(torch.zeros(LENGTH, dtype=torch.uint8))
+    pool.stop()
+    assert pool.missed() == {LENGTH}
+    pool.add([LENGTH])
+    pool.serve()
+    assert pool.missed() == set()
+    kept.append(torch.zeros(LENGTH, dtype=torch.uint8))
+    assert addresses(kept[:2] + kept[3:]) == addresses([made[0], made[1], made[3]])
+    assert pool.nbytes == 5 * LENGTH
 
 
 def test_a_closed_pools_memory_goes_when_its_tensors_have_gone() -> None:

@@ -1,9 +1,13 @@
-"""The two functions of torch's allocator that C++ calls, as machine code.
+"""The functions of torch's allocator that C++ calls, as machine code.
 
 ``DataPtr Allocator::allocate(size_t)`` returns, through a pointer that the caller gives, an address, the
 function that frees it, that function's argument, and a device. Where there is no block (blocks.py), the
 default allocator is *tail-called*: it runs as if it had been called itself, so the exceptions that it throws
 when memory is short find no frame of ours on their way.
+
+The argument is the address itself, as ``raw_allocate`` demands, by which oneDNN gets its buffers. They are
+freed by ``raw_deallocate``, through the function that ``Allocator::raw_deleter()`` returns. So it is one
+function for both, which frees a block if there is one at the address, and calls the default one if not.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -27,10 +31,18 @@ _ALLOCATE = ir.FunctionType(_VOID, [_DATA_PTR.as_pointer(), _I64, _I64])
 
 def write_allocator(program: Program) -> None:
     """Add the functions to a program."""
+    table_word = ir.GlobalVariable(program.module, _I64, blocks.TABLE_SYMBOL)
+    table_word.initializer = _I64(0)
     free = ir.Function(program.module, _FREE, blocks.FREE_SYMBOL)
     builder = ir.IRBuilder(free.append_basic_block())
-    builder.call(program.function(blocks.give_block), free.args)
+    table = builder.load(table_word)
+    freed = builder.call(program.function(blocks.free_block), [table, *free.args])
+    with builder.if_then(builder.icmp_signed("==", freed, _I64(0))):
+        builder.call(builder.inttoptr(_word(builder, table, blocks.DELETER), _FREE.as_pointer()), free.args)
     builder.ret_void()
+
+    deleter = ir.Function(program.module, ir.FunctionType(_FREE.as_pointer(), [_I64]), blocks.DELETER_SYMBOL)
+    ir.IRBuilder(deleter.append_basic_block()).ret(free)
 
     allocate = ir.Function(program.module, _ALLOCATE, blocks.ALLOCATE_SYMBOL)
     made, allocator, length = allocate.args
@@ -38,7 +50,8 @@ def write_allocator(program: Program) -> None:
     builder = ir.IRBuilder(allocate.append_basic_block())
     entry = builder.call(program.function(blocks.take_block), [allocator, length])
     with builder.if_then(builder.icmp_signed("!=", entry, _I64(0)), likely=False):
-        values = (_word(builder, entry, blocks.ADDRESS), free, entry, _I16(blocks.CPU_DEVICE))
+        address = _word(builder, entry, blocks.ADDRESS)
+        values = (address, free, address, _I16(blocks.CPU_DEVICE))
         for field, value in enumerate(values):
             place = builder.gep(made, [ir.IntType(32)(0), ir.IntType(32)(field)])
             builder.store(value, place)

@@ -28,6 +28,8 @@ ALLOCATE = 16  # and its function
 SERVED = 24  # the pool whose blocks are given out now; 0: none
 SMALLEST = 32  # the length of the shortest block: of shorter requests nothing is looked up
 NUMBER = 40  # of entries
+MISSED = 48  # 1 when all blocks of some request's length were taken; of which, entries tell
+DELETER = 56  # the function that frees what the default allocator has given
 ENTRIES = 64
 
 # An entry's words.
@@ -35,28 +37,40 @@ LENGTH = 0
 ADDRESS = 8
 POOL = 16
 STATE = 24
-ENTRY_BYTES = 32
+WANTED = 32  # 1 when another of this length was asked for while all were taken
+ENTRY_BYTES = 40
 
 FREE, TAKEN, RETIRED = range(3)
 
-ALLOCATE_SYMBOL, FREE_SYMBOL = "torch.allocate", "torch.free"
+ALLOCATE_SYMBOL, FREE_SYMBOL, DELETER_SYMBOL = "torch.allocate", "torch.free", "torch.raw_deleter"
 """The functions that C++ calls (allocator_code.py)."""
+TABLE_SYMBOL = "torch.blocks"
+"""A word with the address of the allocator's words: who frees memory is told the memory's address only."""
 CPU_DEVICE = 0xFF00
 """c10::Device as a 16-bit word: type 0, index -1."""
 
 
 @short_kernel
 def take_block(allocator, length):
-    """Take a free block of just this length from the pool that is served; return its entry, or 0."""
+    """Take a free block of just this length from the pool that is served; return its entry, or 0.
+
+    Notes in WANTED of one, and in MISSED, that there are such blocks and none is free.
+    """
     pool = load_acquire(allocator + SERVED)
     if pool == 0 or length < load_acquire(allocator + SMALLEST):
         return 0
+    missed = 0
     for index in range(load_acquire(allocator + NUMBER)):
         entry = allocator + ENTRIES + index * ENTRY_BYTES
-        if _is_of(entry, length, pool) and compare_exchange(entry + STATE, FREE, TAKEN) == FREE:
-            if _is_of(entry, length, pool):
-                return entry
-            store_release(entry + STATE, FREE)
+        if _is_of(entry, length, pool):
+            missed = entry
+            if compare_exchange(entry + STATE, FREE, TAKEN) == FREE:
+                if _is_of(entry, length, pool):
+                    return entry
+                store_release(entry + STATE, FREE)
+    if missed != 0:
+        store_release(missed + WANTED, 1)
+        store_release(allocator + MISSED, 1)
     return 0
 
 
@@ -69,6 +83,21 @@ def _is_of(entry, length, pool):
 def give_block(entry):
     """Give back a block that was taken, whose memory nobody uses any more."""
     store_release(entry + STATE, FREE)
+    return 0
+
+
+@short_kernel
+def free_block(allocator, address):
+    """Give back the block at an address; return whether there is one, and it is taken.
+
+    STATE is looked at first: an entry that had the address before its block was given up is RETIRED, or has
+    another address when it is TAKEN again.
+    """
+    for index in range(load_acquire(allocator + NUMBER)):
+        entry = allocator + ENTRIES + index * ENTRY_BYTES
+        if load_acquire(entry + STATE) == TAKEN and load_acquire(entry + ADDRESS) == address:
+            give_block(entry)
+            return 1
     return 0
 
 

@@ -2,10 +2,10 @@
 
 What torch's operations return lies in memory that torch's allocator gives; nothing in Python chooses it. The
 allocator is an object of C++ that can be replaced (``c10::SetCPUAllocator``). Ours is a table of words and
-two functions of machine code (kernels/blocks.py, kernels/allocator_code.py), with the virtual functions of
-torch's own for all but ``allocate``. It gives out blocks that were added for just the length asked for, while
-their pool is served, and calls torch's for everything else. A tensor on a block is as any other (though
-``torch._lazy_clone`` refuses it, as it does NumPy's memory); when the last one dies, the block is free again.
+some machine code (kernels/blocks.py, kernels/allocator_code.py), with the virtual functions of torch's own
+for all but ``allocate`` and ``raw_deleter``. It gives out blocks that were added for just the length asked
+for, while their pool is served, and calls torch's for everything else. A tensor on a block is as any other;
+when the last one dies, the block is free again.
 
 Which words such an object has is told in torch's headers (c10/core/Allocator.h). Before it is replaced the
 object found is compared with what is expected: torch's version, its class, where its functions lie, and what
@@ -69,7 +69,7 @@ class _Allocator:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libc10.so")
-        default = _checked(library)
+        default, deleter = _checked(library)
         length = blocks.ENTRIES + _MOST_BLOCKS * blocks.ENTRY_BYTES
         # Torch may use them when Python's objects are gone.
         self._words = _kept((ctypes.c_int64 * (length // 8))())
@@ -80,7 +80,10 @@ class _Allocator:
         self._store(blocks.VTABLE, ctypes.addressof(functions))
         self._store(blocks.DEFAULT, default)
         self._store(blocks.ALLOCATE, functions[_ALLOCATE_AT] or 0)
+        self._store(blocks.DELETER, deleter)
+        ctypes.c_int64.from_address(address_in_object(blocks.TABLE_SYMBOL)).value = self.address
         functions[_ALLOCATE_AT] = address_in_object(blocks.ALLOCATE_SYMBOL)
+        functions[_DELETER_AT] = address_in_object(blocks.DELETER_SYMBOL)
         replace = library[_SET]
         replace.restype, replace.argtypes = None, [ctypes.c_void_p, ctypes.c_uint8]
         replace(self.address, 0)
@@ -105,12 +108,14 @@ class _Allocator:
             self._words[(blocks.ENTRIES + number * blocks.ENTRY_BYTES + blocks.POOL) // 8] = 0
         self._lock = threading.Lock()
 
-    def new_pool(
-        self, lengths: Sequence[int], make: Callable[[int], torch.Tensor | None]
-    ) -> tuple[int, list[int]]:
-        """Add blocks, up to the first without memory; return the pool's number and its entries."""
+    def new_pool(self) -> int:
+        """Return the number of a pool without blocks."""
+        return next(self._numbers)
+
+    def add(self, pool: int, lengths: Sequence[int], make: Callable[[int], torch.Tensor | None]) -> list[int]:
+        """Add blocks to a pool, up to the first without memory; return their entries."""
         self.free_left()
-        pool, entries = next(self._numbers), []
+        entries = []
         with self._lock:
             for length in lengths:
                 number = self._words[blocks.NUMBER // 8]
@@ -129,19 +134,30 @@ class _Allocator:
                     (blocks.LENGTH, length),
                     (blocks.ADDRESS, memory.data_ptr()),
                     (blocks.POOL, pool),
+                    (blocks.WANTED, 0),
                     (blocks.STATE, blocks.FREE),
                 ):
                     shared_words.store_ordered(entry + offset, value)
                 entries.append(entry)
             known = self._memory.values()
             self._store(blocks.SMALLEST, min((each.nbytes for each in known), default=1 << 62))
-        return pool, entries
+        return entries
 
     def serve(self, pool: int) -> None:
         """Give out a pool's blocks from now on, and no others; 0: none."""
         if self._left:
             self.free_left()
         self._store(blocks.SERVED, pool)
+
+    def missed(self, entries: Iterable[int]) -> set[int]:
+        """Return the lengths of blocks of which there were too few, and forget it."""
+        if not self._words[blocks.MISSED // 8]:
+            return set()
+        self._store(blocks.MISSED, 0)
+        wanted = [entry for entry in entries if shared_words.load_acquire(entry + blocks.WANTED)]
+        for entry in wanted:
+            shared_words.store_ordered(entry + blocks.WANTED, 0)
+        return {shared_words.load_acquire(entry + blocks.LENGTH) for entry in wanted}
 
     def close(self, pool: int, entries: Iterable[int]) -> None:
         """Give out a pool's blocks no more, and free them when they are out of use, as a finaliser."""
@@ -177,8 +193,8 @@ def _kept(array: Any) -> Any:
     return array
 
 
-def _checked(library: ctypes.CDLL) -> int:
-    """Return the address of torch's allocator, which is as expected, and in use."""
+def _checked(library: ctypes.CDLL) -> tuple[int, int]:
+    """Return the addresses of torch's allocator, which is as expected, and in use, and of its deleter."""
     version = torch.__version__
     if os.environ.get(_VARIABLE) == "torch":
         raise _UnknownError(f"{_VARIABLE} is torch")
@@ -209,7 +225,7 @@ def _checked(library: ctypes.CDLL) -> int:
     ):
         raise _UnknownError(f"the allocator of torch {version} returns something unknown")
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.free)(made.argument)
-    return default
+    return default, made.free
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -266,12 +282,27 @@ class BlockPool:
     def __init__(self, lengths: Sequence[int], make: Callable[[int], torch.Tensor | None]) -> None:
         self._allocator, _ = _installed()
         self._number = 0
-        entries: list[int] = []
+        self._make = make
+        self._entries: list[int] = []
+        self.nbytes = 0
         if self._allocator is not None:
-            self._number, entries = self._allocator.new_pool(lengths, make)
-            weakref.finalize(self, self._allocator.close, self._number, entries).atexit = False
-        self._entries = entries
-        self.nbytes = sum(lengths[: len(entries)])
+            self._number = self._allocator.new_pool()
+            weakref.finalize(self, self._allocator.close, self._number, self._entries).atexit = False
+        self.add(lengths)
+
+    def add(self, lengths: Sequence[int]) -> None:
+        """Add blocks of these lengths; where there is no memory for one, that and the others are left out."""
+        if self._allocator is not None:
+            added = self._allocator.add(self._number, lengths, self._make)
+            self._entries += added
+            self.nbytes += sum(lengths[: len(added)])
+
+    def missed(self) -> set[int]:
+        """Return the lengths that torch has asked for, since the last time, while all such blocks were taken.
+
+        Of several pools that are served in turn the one that is asked first may know of all.
+        """
+        return self._allocator.missed(self._entries) if self._allocator is not None else set()
 
     def serve(self) -> None:
         """Let torch take blocks from this pool, and from no other."""
