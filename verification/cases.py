@@ -121,15 +121,28 @@ def in_place(count: int, *more: int, root: int = -1) -> Arguments:
     return lambda ranks, rank: (ranks.plan(rank, root=root), count, ranks.tensor(rank, count), *more)
 
 
-def of_list(count: int, *more: int) -> Arguments:
-    """Return the arguments of operations on a list of tensors, of ``count`` words together."""
+def of_list(count: int, first: int, operations: int, in_heap: Callable[[int], bool]) -> Arguments:
+    """Return the arguments of operations on a list of two tensors, of ``first`` words and the rest of ``count``.
+
+    The second lies in the heaps of some ranks.
+    """
     return lambda ranks, rank: (
         ranks.plan(rank),
         count,
-        ranks.tensor(rank, count),
+        ranks.tensor(rank, first),
+        ranks.heap_tensor(rank) if in_heap(rank) else ranks.tensor(rank, count - first),
         ranks.tensor(rank, 8),
-        *more,
+        first,
+        operations,
     )
+
+
+def _all(_: int) -> bool:
+    return True
+
+
+def _none(_: int) -> bool:
+    return False
 
 
 def between(count: int, inputs: int, outputs: int, *more: int, root: int = -1) -> Arguments:
@@ -296,8 +309,12 @@ CASES = [
     Case("all_reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, -1, 1)),
     Case("all_reduce in heaps", 2, d.all_reduces, in_heap(_CHUNKS, -1, 2)),
     Case("all_reduce in heaps, a rank crashes", 2, d.all_reduces, in_heap(_CHUNKS, -1, 1), rules=_CRASH),
-    Case("all_reduce of a list", 2, d.list_all_reduces, of_list(_SLOT, 3, 3)),
-    Case("all_reduce of a list in chunks", 2, d.list_all_reduces, of_list(_CHUNKS, 60, 1)),
+    Case("all_reduce of a list", 2, d.list_all_reduces, of_list(_SLOT, 3, 3, _none)),
+    Case("all_reduce of a list in chunks", 2, d.list_all_reduces, of_list(_CHUNKS, 60, 1, _none)),
+    Case("all_reduce of a list in heaps", 2, d.list_all_reduces, of_list(_CHUNKS, 3, 2, _all)),
+    Case("all_reduce of a list in heaps, a rank crashes", 2, d.list_all_reduces,
+         of_list(_CHUNKS, 3, 1, _all), rules=_CRASH),
+    Case("all_reduce of a list, in the heap of one", 2, d.list_all_reduces, of_list(_CHUNKS, 3, 1, bool)),
     Case("reduce", 2, d.all_reduces, in_place(_SLOT, 0, 3, root=0)),
     Case("reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, 0, 1, root=0)),
     Case("broadcast", 2, d.broadcasts, in_place(6, 0, 3, root=0)),

@@ -56,6 +56,12 @@ def fill(tensor, rank, operation, count):
 
 
 @driver
+def element(tensor, rest, first, index):
+    """Return the address of an element of two tensors taken as one."""
+    return tensor + 8 * index if index < first else rest + 8 * (index - first)
+
+
+@driver
 def look_around(context):
     """Abort the group if a rank has crashed; called after PENDING, as in RankContext.finish."""
     if somebody_crashed():
@@ -94,17 +100,18 @@ def all_reduces(plan, count, tensor, root, operations):
 
 
 @driver
-def list_all_reduces(plan, count, tensor, parts, first, operations):
-    """Reduce sums of a tensor that is given as two, of ``first`` elements and the others."""
+def list_all_reduces(plan, count, tensor, rest, parts, first, operations):
+    """Reduce sums of two tensors as one, of ``first`` elements and the rest."""
     context = load(plan + PLAN_CONTEXT)
     rank = load(context + RANK)
     store(parts, 0)
     store(parts + 8, first)
     store(parts + 16, count)
     store(parts + 24, tensor)
-    store(parts + 32, tensor + 8 * first)
+    store(parts + 32, rest)
     for operation in range(operations):
-        fill(tensor, rank, operation, count)
+        for index in range(count):
+            store(element(tensor, rest, first, index), value(rank, operation, index))
         code = all_reduce_iovec(plan, count, parts, 2)
         while code == PENDING:
             look_around(context)
@@ -115,7 +122,7 @@ def list_all_reduces(plan, count, tensor, parts, first, operations):
             total = 0
             for peer in range(load(context + SIZE)):
                 total += value(peer, operation, index)
-            expect(load(tensor + 8 * index), total)
+            expect(load(element(tensor, rest, first, index)), total)
     return DONE
 
 

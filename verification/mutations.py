@@ -53,7 +53,7 @@ _WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE, _EXCHANGE, _LENDING = (
     f"kernels.{name}."
     for name in ("waiting", "buffers", "eager", "move", "reduce", "exchange", "single_copy")
 )
-_EXCLUSION = "p2p.exclusion."
+_IN_PLACE, _EXCLUSION = "kernels.in_place.", "p2p.exclusion."
 _ENDPOINT, _BLOCKS = "p2p.endpoint_kernels.", "kernels.blocks."
 _RING, _DOORBELL, _RECORD = "p2p.ring.", "kernels.doorbell.", "recorder.recorder."
 _FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
@@ -172,7 +172,26 @@ MUTATIONS = [
         "all_reduce beside the flag",
     ),
     Mutation(
-        _REDUCE + "_all_reduce_shared", "code = final_barrier(context)", "code = DONE", "all_reduce in heaps"
+        _IN_PLACE + "end_in_place", "code = final_barrier(context)", "code = DONE", "all_reduce in heaps"
+    ),
+    Mutation(
+        _IN_PLACE + "end_in_place",
+        "code = final_barrier(context)",
+        "code = DONE",
+        "all_reduce of a list in heaps",
+    ),
+    Mutation(
+        _IN_PLACE + "tell",
+        "copy_in(context, parts, number, start, length, unit, target)",
+        "pass",
+        "all_reduce of a list in heaps",
+    ),
+    Mutation(_IN_PLACE + "is_late", "return True", "return False", "all_reduce of a list, in the heap of one"),
+    Mutation(
+        _REDUCE + "_all_reduce_chunked",
+        "_leave_pieces(context, parts, number, 0, count, unit)\n        publish(context, 2)",
+        "publish(context, 2)\n            _leave_pieces(context, parts, number, 0, count, unit)",
+        "all_reduce of a list, in the heap of one",
     ),
     Mutation(
         _MOVE + "_share_in_place", "code = final_barrier(context)", "code = DONE", "all_gather from heaps"
@@ -275,8 +294,8 @@ MUTATIONS = [
     # Blocks of memory.
     Mutation(_BLOCKS + "take_block", "compare_exchange(entry + STATE, FREE, TAKEN) == FREE", "True",
              "blocks, of two threads"),
-    Mutation(_BLOCKS + "take_block", "if _is_of(entry, length, pool):", "if True:",
-             "blocks, another in the place of one"),
+    Mutation(_BLOCKS + "take_block", "if _is_of(entry, length, pool):\n                    return",
+             "if True:\n                    return", "blocks, another in the place of one"),
     Mutation(_BLOCKS + "give_block", "store_release(", "store_relaxed(", "blocks, of two threads"),
     Mutation(_BLOCKS + "retire_block", "compare_exchange(entry + STATE, FREE, RETIRED) == FREE", "True",
              "blocks, of two threads"),

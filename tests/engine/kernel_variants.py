@@ -21,7 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from torchestra.engine.kernels import buffers, eager, exchange, iovec, move, reduce, single_copy, waiting
+from torchestra.engine.kernels import (
+    buffers,
+    eager,
+    exchange,
+    in_place,
+    iovec,
+    move,
+    reduce,
+    single_copy,
+    waiting,
+)
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import External, kernel
 from torchestra.engine.native.kernel import Kernel, entry_point
@@ -44,6 +54,7 @@ class Rule(IntEnum):
     STAMP_LAST = 11
     LOOK_AT_THE_STAMP_AGAIN = 12
     NOT_TOO_FAR_APART = 13
+    LATE_BEFORE_PUBLISHING = 14
 
 
 _switch = np.zeros(1, dtype=np.int64)
@@ -171,6 +182,7 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
         ),
     ],
     iovec: [],
+    in_place: [],
     eager: [
         (  # broadcast
             "        if rank == root:\n            memcpy(eager_piece",
@@ -222,11 +234,20 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "        copy_in(context, parts, number, 0, count",
         ),
         (  # all_reduce, chunked
-            "        if iteration < chunks:\n            _leave_pieces",
-            "        if iteration == 0 and is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "        if shared == NOT_SHARED:\n            _leave_pieces",
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, shared)\n"
-            "        if 0 < iteration < chunks + 1 and is_broken(COPY_BEFORE_PUBLISHING):\n"
-            "            publish(context, iteration + 1)\n"
+            "        if shared == NOT_SHARED:\n            _leave_pieces",
+        ),
+        (
+            "    if is_late(context):\n",
+            "    if is_late(context):\n"
+            "        if is_broken(LATE_BEFORE_PUBLISHING):\n            publish(context, 2)\n",
+        ),
+        (
+            "        if iteration < chunks:\n            _leave_pieces",
+            "        if iteration <= chunks and is_broken(COPY_BEFORE_PUBLISHING):\n"
+            "            publish(context, iteration + 1 + late)\n"
             "        if iteration < chunks:\n            _leave_pieces",
         ),
         (  # reduce_scatter

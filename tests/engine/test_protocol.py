@@ -113,6 +113,28 @@ def all_reduce_in_place(engine: LocalEngine, turn: int) -> bool:
     return torch.equal(found, sum(values(rank, turn, CHUNKED) for rank in range(engine.size)))
 
 
+def all_reduce_list(engine: LocalEngine, turn: int, in_heap: bool) -> bool:
+    """All but a few elements of a list lie in the arena, or those of some ranks do; so do both halves."""
+    whole = values(engine.rank, turn, CHUNKED)
+    lengths = [5, CHUNKED // 2, 0, 2, CHUNKED - CHUNKED // 2 - 7]
+    tensors = [part.clone() for part in whole.split(lengths)]
+    for index in (1, 4) if in_heap else ():
+        tensors[index] = engine.empty((lengths[index],), torch.int64).copy_(tensors[index])
+    run_here(engine, ALL_REDUCE, tensors, tensors, ReduceOp.SUM)
+    found = torch.cat(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    return torch.equal(found, sum(values(rank, turn, CHUNKED) for rank in range(engine.size)))
+
+
+def list_in_place(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce_list(engine, turn, in_heap=True)
+
+
+def list_of_some_in_place(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce_list(engine, turn, in_heap=engine.rank > 0)
+
+
 def all_gather(engine: LocalEngine, turn: int, length: int = CHUNKED) -> bool:
     tensor = values(engine.rank, turn, length)
     outputs = [torch.empty_like(tensor) for _ in range(engine.size)]
@@ -189,6 +211,8 @@ TURNS = (
     chunked_all_reduce,
     direct_all_reduce_iovec,
     chunked_all_reduce_iovec,
+    list_in_place,
+    list_of_some_in_place,
     all_reduce_in_place,
     short_all_gather,
     all_gather,
@@ -305,7 +329,12 @@ def test_nobody_reads_before_all_have_arrived(turn: Turn) -> None:
     check(turn, Rule.MEETING)
 
 
-@pytest.mark.parametrize("turn", [all_reduce_in_place, all_gather_in_place])
+def test_chunks_that_are_late_are_there_before_their_step() -> None:
+    """in_place.py: "If others cannot, it does that then, and everybody waits for one step more"."""
+    check(list_of_some_in_place, Rule.LATE_BEFORE_PUBLISHING)
+
+
+@pytest.mark.parametrize("turn", [all_reduce_in_place, list_in_place, all_gather_in_place])
 def test_nobody_leaves_before_all_have_read_its_tensor_in_place(turn: Turn) -> None:
     """waiting.part: "wait until all have read"."""
     check(turn, Rule.PARTING)

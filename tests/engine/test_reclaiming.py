@@ -70,8 +70,11 @@ def call_in_the_middle(engine: LocalEngine, kind: Kind, root: int | None, pause:
     ctypes.c_int64.from_address(plan.address + at.PLAN_FUNCTION).value = address
 
 
-def reduce_here(tensor: torch.Tensor, kind: Kind, root: int | None) -> None:
-    if kind is Kind.reduce:
+def reduce_here(tensor: torch.Tensor, kind: Kind, root: int | None, as_list: bool = False) -> None:
+    if as_list:  # two parts that share a page, and what is not in the heap
+        middle = tensor.numel() // 2 + 5
+        dist.all_reduce_coalesced([tensor[:middle], torch.ones(3), tensor[middle:]])
+    elif kind is Kind.reduce:
         assert root is not None
         dist.reduce(tensor, root)
     else:
@@ -81,7 +84,7 @@ def reduce_here(tensor: torch.Tensor, kind: Kind, root: int | None) -> None:
 # -- processes
 
 
-def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
+def give_up_a_stopped_rank(kind: Kind, root: int | None, as_list: bool) -> list[int]:
     """Rank 1 stops itself; the others shrink, use the tensor, and let it go on. How much it has changed.
 
     Only the others have a short time-out, and only in the operation that they give up.
@@ -93,10 +96,10 @@ def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
     if rank == 1:
         call_in_the_middle(engine_here(), kind, root, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         with pytest.raises(GroupAbortedError):
-            reduce_here(tensor, kind, root)
+            reduce_here(tensor, kind, root, as_list)
         return []
     with pytest.raises((CollectiveTimeoutError, GroupAbortedError)):
-        reduce_here(tensor, kind, root)
+        reduce_here(tensor, kind, root, as_list)
     set_timeout(OP_SECONDS)
     dist.group.WORLD.shrink(exclude=[1])
     for each in (before, tensor, behind):
@@ -108,11 +111,14 @@ def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
     return [int((each != 7.0).sum()) for each in (before, tensor, behind)]
 
 
-@pytest.mark.parametrize(("kind", "root"), [(Kind.all_reduce, None), (Kind.reduce, 0)])
+@pytest.mark.parametrize(
+    ("kind", "root", "as_list"),
+    [(Kind.all_reduce, None, False), (Kind.reduce, 0, False), (Kind.all_reduce, None, True)],
+)
 def test_a_process_that_was_stopped_does_not_write_into_what_others_have_taken_back(
-    kind: Kind, root: int | None
+    kind: Kind, root: int | None, as_list: bool
 ) -> None:
-    with processes(3, give_up_a_stopped_rank, kind, root) as world:
+    with processes(3, give_up_a_stopped_rank, kind, root, as_list) as world:
         for rank in (0, 2):
             world.await_file(f"used-{rank}")
         world.signal(1, signal.SIGCONT)

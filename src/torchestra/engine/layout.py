@@ -118,7 +118,7 @@ FLAG_LINES = 4096  # a line for each of the last operations: that of number n is
 FLAG = 0  # (sequence number << STEP_BITS) + step, only ever grows
 META = 8  # what operation (operations.py), and a digest of the thresholds
 COUNT = 16  # its size
-SHARED = 24  # where in the rank's heap the tensor lies, or NOT_SHARED; or the first word of
+SHARED = 24  # where in the rank's heap the tensor lies, NOT_SHARED or LISTED; or the first word of
 PAYLOAD = 24  # the rank's piece, where all pieces of the operation are that short
 PAYLOAD_BYTES = 40
 LENDS = 32  # of longer pieces: ABLE or NOT_ABLE if the rank lends its tensor (single_copy.py), else 0
@@ -302,7 +302,8 @@ PLAN_UNIT = 16  # bytes per element
 PLAN_FUNCTION = 24  # address of the reduction (reductions.py)
 PLAN_ROOT = 32  # the root, or -1 for all ranks
 
-NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
+NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap,
+LISTED = NOT_SHARED + 1  # and of several, which a table in the eager slot tells of (in_place.py)
 
 UNKNOWN = -1  # a count that the ranks need not agree on
 

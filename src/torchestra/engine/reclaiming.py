@@ -1,7 +1,7 @@
 """Get a tensor back, after an operation left halfway, from peers that may still write into it.
 
-In an all_reduce or reduce of tensors that all lie in heaps, every rank writes its part of the result into all
-of them, which takes a quarter less time than if every rank fetched it. At the end of the operation all have
+In an all_reduce or reduce in place (kernels/in_place.py) every rank writes its part of the result into all
+tensors, which takes a quarter less time than if every rank fetched it. At the end of the operation all have
 written. But a rank that leaves it before that, on a time-out, say, may leave a peer behind that is stopped,
 or has no core, between its steps 1 and 2, and that writes when it goes on, whatever the memory is used for by
 then.
@@ -22,7 +22,8 @@ worse than what the rank may do with its tensor from now on. Either is only for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -65,26 +66,27 @@ def reclaim(
     if threads:
         _held[key] = tensors
     shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.load_word(at.SEQUENCE))
-    start, length = _tensor(context)
-    if threads and context.load_word(at.LENT) == context.load_word(at.SEQUENCE):
-        length = max(length, 1)
+    ranges = _tensors(context)
+    is_lent = threads and context.load_word(at.LENT) == context.load_word(at.SEQUENCE)
     inside = _inside(context)
-    if length > 0:
+    if ranges or is_lent:
         for _ in Deadline(_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES).polls(
             _FIRST_PAUSE, _LONGEST_PAUSE
         ):
             if not (inside := _inside(context)):
                 break
-    if length == 0 or (context.is_aborted and not inside):
+    if not (ranges or is_lent) or (context.is_aborted and not inside):
         _held.pop(key, None)
         return
     problem = f"has been there for {_SECONDS_FOR_THREADS:g} s"
     if not threads:
         try:
-            context.arena.make_heap_private(start, length, keep=not context.is_aborted)
+            for start, length in _apart(ranges):
+                context.arena.make_heap_private(start, length, keep=not context.is_aborted)
             return
         except OSError as failure:
-            problem = f"there is no memory for a copy of its {length} bytes ({failure})"
+            nbytes = sum(length for _, length in ranges)
+            problem = f"there is no memory for a copy of its {nbytes} bytes ({failure})"
     called = ", ".join(map(str, context.to_group_ranks(inside)))
     raise DistBackendError(
         f"rank {context.group_rank}: do not use the tensor of the operation of group {context.name!r} that"
@@ -96,19 +98,48 @@ def _own_block(context: RankContext) -> int:
     return context.arena.address + context.arena.control(context.rank)
 
 
-def _tensor(context: RankContext) -> tuple[int, int]:
-    """Return where in the heaps the tensor lies that peers write into, and its bytes: 0 if none do."""
+def _tensors(context: RankContext) -> list[tuple[int, int]]:
+    """Return where in the heaps tensors lie that peers write into, each with its bytes."""
     sequence = context.load_word(at.SEQUENCE)
     line = context.arena.address + context.arena.flag_line(context.rank, sequence)
     flag, meta, count, offset = (
         shared_words.load_acquire(line + word) for word in (at.FLAG, at.META, at.COUNT, at.SHARED)
     )
-    length = count * operations.unit_of(meta)
+    unit = operations.unit_of(meta)
     if flag >> at.STEP_BITS != sequence or meta & 0xFF not in _WRITTEN_BY_PEERS or meta & at.EAGER:
-        return 0, 0
-    if length <= context.load_word(at.DIRECT) or offset == at.NOT_SHARED:
-        return 0, 0
-    return context.rank * context.arena.layout.heap_bytes + offset, length
+        return []
+    if count * unit <= context.load_word(at.DIRECT) or offset == at.NOT_SHARED:
+        return []
+    heap = context.rank * context.arena.layout.heap_bytes
+    if offset != at.LISTED:
+        return [(heap + offset, count * unit)]
+    starts, offsets = _listed(context, sequence)
+    lengths = (end - start for start, end in pairwise([*starts, count]))
+    return [
+        (heap + offset, length * unit)
+        for offset, length in zip(offsets, lengths, strict=True)
+        if offset != at.NOT_SHARED
+    ]
+
+
+def _listed(context: RankContext, sequence: int) -> tuple[list[int], list[int]]:
+    """Return for each tensor of a list the index of its first element, and its offset (in_place.py)."""
+    slot = context.rank * at.WINDOW + sequence % at.WINDOW
+    table = context.arena.address + context.arena.layout.eager_slots + slot * at.EAGER_SLOT_BYTES
+    number = shared_words.load_acquire(table)
+    words = [shared_words.load_acquire(table + 8 * (1 + word)) for word in range(2 * number)]
+    return words[:number], words[number:]
+
+
+def _apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges that have no page in common: a page's copy must not be replaced by another."""
+    found: list[tuple[int, int]] = []
+    for start, length in sorted(ranges):
+        if found and start // at.LARGEST_PAGE <= (sum(found[-1]) - 1) // at.LARGEST_PAGE:
+            first = found.pop()[0]
+            start, length = first, start + length - first
+        found.append((start, length))
+    return found
 
 
 def _inside(context: RankContext) -> list[int]:

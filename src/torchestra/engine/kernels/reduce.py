@@ -13,31 +13,30 @@ from __future__ import annotations
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import SHARED_PATH, apart, buffer_of, fill, first_piece, peer_slot
 from torchestra.engine.kernels.eager import eager_reduce
+from torchestra.engine.kernels.in_place import end_in_place, is_late, piece, reduce_in_place, tell
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
 from torchestra.engine.kernels.waiting import (
     arrive,
+    current_line,
     end,
     end_posted,
     enter,
-    everyone_shares,
-    final_barrier,
     meet,
-    offset_in_heap,
     post,
     publish,
-    shared_tensor,
     wait_for_step,
 )
-from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
+from torchestra.engine.native.atomics import call_reduction, kernel, load, store
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
-SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
+SOURCE_BYTES, SHARED, NOT_SHARED = at.SOURCE_BYTES, at.SHARED, at.NOT_SHARED
 DIRECT, CHUNK, PEER_CHUNK, SINGLE_IOVEC = at.DIRECT, at.CHUNK, at.PEER_CHUNK, at.SINGLE_IOVEC
 PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 PLAN_FUNCTION, PLAN_ROOT = at.PLAN_FUNCTION, at.PLAN_ROOT
 EAGER_BYTES, DONE = at.EAGER_BYTES, at.DONE
 
-_CACHED_BLOCK = 1 << 16
+_MET = 1 << 50
+"""RESUME of an operation in chunks, less the number of its iteration, once all have met."""
 
 
 @kernel
@@ -53,8 +52,7 @@ def all_reduce(plan, count, address):
     parts = context + SINGLE_IOVEC
     store(parts + 8, count)
     store(parts + 16, address)
-    shared = offset_in_heap(context, address)
-    return _all_reduce_chunked(context, meta, count, parts, 1, unit, function, root, shared)
+    return _all_reduce_chunked(context, meta, count, parts, 1, unit, function, root)
 
 
 @kernel
@@ -67,7 +65,7 @@ def all_reduce_iovec(plan, count, parts, number):
     root = load(plan + PLAN_ROOT)
     if count * unit <= load(context + DIRECT):
         return _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function)
-    return _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, NOT_SHARED)
+    return _all_reduce_chunked(context, meta, count, parts, number, unit, function, root)
 
 
 @kernel
@@ -120,20 +118,45 @@ def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function
 
 
 @kernel
-def _piece(peer, size, length):
-    """Return where the piece of ``peer`` begins in ``length`` elements, in steps of 64 elements."""
-    return min(length, (length + size * 64 - 1) // (size * 64) * 64 * peer)
+def _all_reduce_chunked(context, meta, count, parts, number, unit, function, root):
+    """Meet, and reduce in place where all can (in_place.py), or else in chunks."""
+    resume = load(context + RESUME)
+    if resume >= SHARED_PATH:
+        return end_in_place(context)
+    if resume >= _MET:
+        return _reduce_chunks(context, count, parts, number, unit, function, root, resume - _MET)
+    if resume <= 0:
+        code = enter(context, meta, count, count * unit, 1)
+        if code != DONE:
+            return code
+        shared = tell(context, parts, number, unit)
+        if shared == NOT_SHARED:
+            _leave_pieces(context, parts, number, 0, count, unit)
+        arrive(context, meta, count, shared)
+    code = meet(context, meta, count)
+    if code != DONE:
+        store(context + RESUME, 1)
+        return code
+    code = reduce_in_place(context, count, parts, number, unit, function, root)
+    if code != NOT_SHARED:
+        return code
+    if is_late(context):
+        if load(current_line(context, load(context + RANK)) + SHARED) != NOT_SHARED:
+            _leave_pieces(context, parts, number, 0, count, unit)
+        publish(context, 2)
+    return _reduce_chunks(context, count, parts, number, unit, function, root, 1)
 
 
 @kernel
-def _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, shared):
+def _reduce_chunks(context, count, parts, number, unit, function, root, first_iteration):
     """Reduce-scatter and all-gather, pipelined over chunks: one synchronisation a chunk.
 
     In iteration t a rank (1) copies the peers' pieces of chunk t into its buffer, (2) reduces its own
     piece of chunk t - 1 out of everybody's buffers, into its result and its buffer, (3) copies the peers'
     pieces of chunk t - 2 out of their buffers; then it publishes step t + 1. A buffer is written again
     three iterations later: to be there a rank has seen everybody past iteration t + 2, where chunk
-    t was read for the last time.
+    t was read for the last time. Iteration 0 was before the ranks met; where some chunks 0 were late, all
+    publish one step more.
     """
     rank = load(context + RANK)
     size = load(context + SIZE)
@@ -141,32 +164,19 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
     chunk = load(context + CHUNK) // unit
     chunks = (count + chunk - 1) // chunk
     wanted = root < 0 or root == rank
-    iteration = load(context + RESUME)
-    if iteration >= SHARED_PATH:
-        return _all_reduce_shared(context, count, unit, function, root)
-    if iteration <= 0:
-        iteration = 0
-        code = enter(context, meta, count, count * unit, 1)
+    late = 1 if is_late(context) else 0
+    for iteration in range(first_iteration, chunks + 2):
+        code = wait_for_step(context, iteration + late)
         if code != DONE:
+            store(context + RESUME, _MET + iteration)
             return code
-    while iteration < chunks + 2:
-        if iteration > 0:
-            if iteration == 1:
-                code = meet(context, meta, count)
-            else:
-                code = wait_for_step(context, iteration)
-            if code != DONE:
-                store(context + RESUME, iteration)
-                return code
-            if iteration == 1 and everyone_shares(context):
-                return _all_reduce_shared(context, count, unit, function, root)
         if iteration < chunks:
-            _leave_pieces(context, parts, number, iteration, count, chunk, unit)
-        if 0 < iteration <= chunks:
+            _leave_pieces(context, parts, number, iteration, count, unit)
+        if iteration <= chunks:
             offset = (iteration - 1) * chunk
             length = min(chunk, count - offset)
-            first = _piece(rank, size, length)
-            last = _piece(rank + 1, size, length)
+            first = piece(rank, size, length)
+            last = piece(rank + 1, size, length)
             if last > first:
                 for peer in range(size):
                     buffer = buffer_of(context, peer, iteration - 1)
@@ -174,75 +184,42 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
                 copy = load(pointers + rank * 8) if root < 0 or not wanted else 0
                 reduce_in(context, parts, number, offset + first, last - first, unit, function, wanted, copy)
         if iteration > 1 and wanted:
-            _fetch_pieces(context, parts, number, iteration - 2, count, chunk, unit)
-        if iteration == 0:
-            arrive(context, meta, count, shared)
-        elif iteration < chunks + 1:
-            publish(context, iteration + 1)
-        iteration += 1
+            _fetch_pieces(context, parts, number, iteration - 2, count, unit)
+        if iteration <= chunks:
+            publish(context, iteration + 1 + late)
     end(context)
     return DONE
 
 
 @kernel
-def _leave_pieces(context, parts, number, which, count, chunk, unit):
+def _leave_pieces(context, parts, number, which, count, unit):
     """Copy the peers' pieces of chunk ``which`` into this rank's buffer, for them to reduce."""
     rank = load(context + RANK)
     size = load(context + SIZE)
+    chunk = load(context + CHUNK) // unit
     length = min(chunk, count - which * chunk)
     buffer = buffer_of(context, rank, which)
     for peer in range(size):
         if peer != rank:
-            first = _piece(peer, size, length)
-            last = _piece(peer + 1, size, length)
+            first = piece(peer, size, length)
+            last = piece(peer + 1, size, length)
             source = which * chunk + first
             copy_in(context, parts, number, source, last - first, unit, buffer + first * unit)
 
 
 @kernel
-def _fetch_pieces(context, parts, number, which, count, chunk, unit):
+def _fetch_pieces(context, parts, number, which, count, unit):
     """Copy the peers' pieces of chunk ``which``, which they have reduced, out of their buffers."""
     rank = load(context + RANK)
     size = load(context + SIZE)
+    chunk = load(context + CHUNK) // unit
     length = min(chunk, count - which * chunk)
     for peer in range(size):
         if peer != rank:
-            first = _piece(peer, size, length)
-            last = _piece(peer + 1, size, length)
+            first = piece(peer, size, length)
+            last = piece(peer + 1, size, length)
             buffer = buffer_of(context, peer, which) + first * unit
             copy_out(parts, number, which * chunk + first, last - first, unit, buffer)
-
-
-@kernel
-def _all_reduce_shared(context, count, unit, function, root):
-    """Reduce in place over the ranks' own tensors, which all lie in their heaps.
-
-    Everybody reduces its piece out of all tensors and writes it into all of them (or the root's): no other
-    rank reads or writes that piece, so the only synchronisation is at the start and at the end.
-    """
-    rank = load(context + RANK)
-    size = load(context + SIZE)
-    pointers = load(context + POINTERS)
-    if load(context + RESUME) < SHARED_PATH:
-        first = _piece(rank, size, count)
-        last = _piece(rank + 1, size, count)
-        while first < last:
-            length = min(_CACHED_BLOCK // unit, last - first)
-            for peer in range(size):
-                store(pointers + peer * 8, shared_tensor(context, peer) + first * unit)
-            result = load(pointers + (rank if root < 0 else root) * 8)
-            call_reduction(function, result, pointers, size, length)
-            if root < 0:
-                for peer in range(size):
-                    if peer != rank:
-                        memcpy(load(pointers + peer * 8), result, length * unit)
-            first += length
-        publish(context, 2)
-        store(context + RESUME, SHARED_PATH)
-    code = final_barrier(context)
-    if code == DONE:
-        end(context)
-    return code
 
 
 @kernel

@@ -389,9 +389,10 @@ def offset_in_heap(context, address):
 
 @kernel
 def everyone_shares(context):
-    """Return whether the tensors of all ranks lie in their heaps, after :func:`meet`."""
+    """Return whether all ranks have one tensor, which lies in the rank's heap, after :func:`meet`."""
     for rank in range(load(context + SIZE)):
-        if load(current_line(context, rank) + SHARED) == NOT_SHARED:
+        line = current_line(context, rank)
+        if load(line + SHARED) < 0:
             return False
     return True
 
