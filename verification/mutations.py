@@ -186,7 +186,9 @@ MUTATIONS = [
         "pass",
         "all_reduce of a list in heaps",
     ),
-    Mutation(_IN_PLACE + "is_late", "return True", "return False", "all_reduce of a list, in the heap of one"),
+    Mutation(
+        _IN_PLACE + "is_late", "return True", "return False", "all_reduce of a list, in the heap of one"
+    ),
     Mutation(
         _REDUCE + "_all_reduce_chunked",
         "_leave_pieces(context, parts, number, 0, count, unit)\n        publish(context, 2)",

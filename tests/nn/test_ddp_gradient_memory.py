@@ -93,6 +93,77 @@ def test_large_gradients_lie_in_shared_memory_in_every_step_and_are_the_averages
         assert len({address for _, address in found}) == 1  # the block is used again
 
 
+def convolutions() -> torch.nn.Module:
+    """oneDNN makes buffers of the lengths of their weights."""
+    layers = [torch.nn.Conv2d(1, 64, 3, padding=1), torch.nn.Conv2d(64, 512, 3, padding=1)]
+    return filled(torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1)))
+
+
+def convolve() -> bool:
+    wrapped = DistributedDataParallel(convolutions())
+    for step in range(3):
+        images = [
+            torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            for rank in range(RANKS)
+        ]
+        wrapped.zero_grad()
+        loss(wrapped(images[dist.get_rank()])).backward()
+        alone = convolutions()
+        for image in images:
+            (loss(alone(image)) / RANKS).backward()
+        for parameter, other in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+    engine = wrapped.process_group.communicator.engine
+    return bool(engine.is_in_heap(wrapped.module[1].weight.grad.data_ptr()))
+
+
+def test_gradients_of_convolutions_lie_in_shared_memory() -> None:
+    """It ended in an internal error of torch's: oneDNN takes its buffers from the allocator, too."""
+    assert run("processes", RANKS, convolve) == [True] * RANKS
+
+
+class Residual(torch.nn.Module):
+    """Layers of which autograd holds some results at once that have the length of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(3)])
+        filled(self)
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            sample = sample + layer(sample).tanh()
+        return sample
+
+
+def share_lengths() -> list[int]:
+    """In each step, how many of the weights' gradients lie in the heap."""
+    wrapped = DistributedDataParallel(Residual())
+    engine = wrapped.process_group.communicator.engine
+    found = []
+    for step in range(6):
+        samples = [
+            torch.randn(256, 256, generator=torch.Generator().manual_seed(100 * step + rank))
+            for rank in range(RANKS)
+        ]
+        wrapped.zero_grad()
+        loss(wrapped(samples[dist.get_rank()])).backward()
+        alone = Residual()
+        for sample in samples:
+            (loss(alone(sample)) / RANKS).backward()
+        for parameter, other in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+        found.append(sum(engine.is_in_heap(each.weight.grad.data_ptr()) for each in wrapped.module.layers))
+    return found
+
+
+def test_gradients_that_found_no_block_of_their_length_find_one_in_a_later_step() -> None:
+    """Results on the way have the same length, and take some blocks for a moment."""
+    for found in run("processes", RANKS, share_lengths):
+        assert found[0] < 3
+        assert found[-1] > found[0]
+
+
 def without_shared_memory(how: str) -> list[bool]:
     """Where one rank, or all, have ordinary memory for some gradients or all."""
     if how == "no allocator" and dist.get_rank() == 0:

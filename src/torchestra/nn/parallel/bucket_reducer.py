@@ -5,8 +5,8 @@ The reducer calls ``start`` when all gradients of a bucket are ready. At the end
 same order.
 
 Gradients are reduced in place, all of a bucket in one operation; but large ones alone where ranks are
-processes of one host, as each may lie in memory that the ranks share (gradient_memory.py). Where a bucket has
-memory (buckets.py) they are copied into it first.
+processes of one host. There they lie in memory that the ranks share (gradient_memory.py), or some do. Where a
+bucket has memory (buckets.py) they are copied into it first.
 
 Autograd may give two parameters gradients in the same memory: parts of one tensor into which it has added
 both. Such gradients are reduced in copies: in place, the second would be reduced from the first's average.
@@ -100,7 +100,7 @@ class BucketReducer:
         counters: count the work.
         as_views: leave each gradient as a view of its bucket's memory, instead of a copy of it.
         overlap: run reductions on the group's thread, concurrently with backward.
-        memory: for large gradients, each of which is then reduced in an operation of its own.
+        memory: for gradients; large ones are then reduced in an operation of their own each.
 
     Attributes:
         divisor: divides sums; None: the number of ranks. The same on all ranks.
@@ -139,6 +139,11 @@ class BucketReducer:
         """Return whether each bucket must have memory for all its gradients."""
         return self._as_views or self.has_hook
 
+    @property
+    def memory(self) -> GradientMemory | None:
+        """Return the memory for gradients, if backward is to use it."""
+        return None if self.needs_flat else self._memory
+
     def set_hook(self, hook: CommHook, state: Any) -> None:
         """Let this hook average. Buckets must have memory from now on."""
         self._hook = hook, state
@@ -162,11 +167,6 @@ class BucketReducer:
         self._pending.clear()
 
     # -- start
-
-    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Let a backward through a module with these outputs use the memory for large gradients."""
-        if self._memory is not None and not self.needs_flat:
-            self._memory.watch(outputs)
 
     def check_group(self) -> None:
         """Raise a GradientReductionError if the group has other ranks than when this was made."""

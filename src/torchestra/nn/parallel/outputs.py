@@ -24,6 +24,11 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
+def requiring_gradients(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in an output that a backward may begin from."""
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
 def unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[int]:
     """Return the indices of the parameters that no output depends on, by autograd's graph.
 

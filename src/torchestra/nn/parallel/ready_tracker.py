@@ -21,6 +21,7 @@ import torch
 
 from torchestra.errors import GradientReductionError
 from torchestra.nn.parallel import messages
+from torchestra.nn.parallel.autograd_hooks import weak_method
 
 READY, EXPECTED, UNUSED, IDLE, RECORDING, COUNTING = 0, 1, -1, -2, -3, -4
 
@@ -29,7 +30,7 @@ class ReadyTracker:
     """Tracks the gradients of one reducer's parameters.
 
     Args:
-        bucket_ready: called when all gradients of a bucket are ready.
+        bucket_ready: a method called when all gradients of a bucket are ready, as long as its object lives.
 
     Attributes:
         static: whether every round is like the first.
@@ -43,7 +44,7 @@ class ReadyTracker:
     def __init__(self, names: Sequence[str], rank: int, bucket_ready: Callable[[], None]) -> None:
         self._names = names
         self._rank = rank
-        self._bucket_ready = bucket_ready
+        self._bucket_ready = weak_method(bucket_ready)
         self._count = len(names)
         self._state = self._filled(IDLE)
         self._bucket_of = self._filled(0)
@@ -106,10 +107,12 @@ class ReadyTracker:
                 self.missing[self._bucket_of[index]] -= 1
             self._state[index] = UNUSED
 
-    def mark_undefined(self, index: int) -> None:
-        """Mark a gradient that is not ready after all: autograd also calls hooks for undefined gradients."""
-        self._used[index] = 0
-        self.mark_unused([index])
+    def mark_undefined(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Mark those that are not ready after all: autograd also calls hooks for undefined gradients."""
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is None and self._state[index] == READY:
+                self._used[index] = 0
+                self.mark_unused([index])
 
     def end(self) -> None:
         """End the round."""
@@ -133,9 +136,9 @@ class ReadyTracker:
             return ()
         return [slot for slot, index in enumerate(indices) if self._state[index] == UNUSED]
 
-    def is_ready(self, index: int) -> bool:
-        """Return whether the gradient has arrived."""
-        return self._state[index] == READY
+    def is_unused(self, indices: Sequence[int]) -> bool:
+        """Return whether none of these gradients will arrive."""
+        return len(self.unused_slots(indices)) == len(indices)
 
     def used(self) -> torch.Tensor:
         """Return for each parameter 1 if it has had a gradient since the last round, else 0."""

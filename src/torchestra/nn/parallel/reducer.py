@@ -34,7 +34,7 @@ from torchestra.engine.kernels.selection import spare_cores
 from torchestra.engine.recorder.flight_entries import SpanTimes
 from torchestra.errors import GradientReductionError, InvalidArgumentTypeError
 from torchestra.nn.parallel import messages
-from torchestra.nn.parallel.autograd_hooks import GradientHooks, one_at_a_time, queue_callback, weak_method
+from torchestra.nn.parallel.autograd_hooks import GradientHooks, on_backward, one_at_a_time, queue_callback
 from torchestra.nn.parallel.bucket_reducer import BucketReducer
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
@@ -48,7 +48,7 @@ from torchestra.nn.parallel.comm_hooks.default_hooks import BUILTIN_HOOKS
 from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, await_future
 from torchestra.nn.parallel.gradient_memory import GradientMemory
 from torchestra.nn.parallel.gradient_store import GradientStore, ThreadGradientStore
-from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
+from torchestra.nn.parallel.outputs import requiring_gradients, unused_parameters
 from torchestra.nn.parallel.ready_tracker import ReadyTracker
 from torchestra.nn.parallel.reducer_names import TorchReducerNames
 from torchestra.nn.parallel.sparse import empty_like_sparse
@@ -126,7 +126,7 @@ class Reducer(TorchReducerNames):
         self._as_views = gradient_as_bucket_view
         self._store = gradient_store or ThreadGradientStore()
         self._bucket_reducer = self._make_bucket_reducer()
-        self.tracker = ReadyTracker(self.names, self._group.rank(), weak_method(self._start_ready_buckets))
+        self.tracker = ReadyTracker(self.names, self._group.rank(), self._start_ready_buckets)
         self._used_by = torch.zeros(count, dtype=torch.int32)
         self._first_plan = bucket_indices, per_bucket_size_limits
         self._make_buckets(*self._first_plan)
@@ -139,6 +139,7 @@ class Reducer(TorchReducerNames):
         self._next, self._failure = 0, ""
         self._futures: list[torch.futures.Future[Any]] = []
         self._discarded: Sequence[torch.Tensor] = ()
+        self._memory: GradientMemory | None = None  # for the backward that is expected
         self._hooks = self._register_autograd_hooks()
 
     def _register_autograd_hooks(self) -> GradientHooks:
@@ -306,7 +307,10 @@ class Reducer(TorchReducerNames):
     def prepare_for_backward(self, outputs: Any) -> None:
         """Begin a round, with the outputs of a counted forward pass: gradients are expected from here on."""
         tracker = self.tracker
-        tensors = self.watch(outputs)
+        tensors = requiring_gradients(outputs)
+        self._memory = self._bucket_reducer.memory
+        if self._memory is not None:
+            self._memory.prepare()
         unused: Sequence[int] = ()
         if self._finds_unused_each_round:
             unused = unused_parameters(tensors, self.parameters)
@@ -317,23 +321,23 @@ class Reducer(TorchReducerNames):
                 unused = [index for index in unused if index in tracker.unused]
         self._begin(unused)
         for output in tensors:
-            if output.grad_fn is not None:
-                output.register_hook(partial(self._backward_reached, unused))
+            on_backward(output, partial(self._backward_reached, unused))
 
-    def watch(self, outputs: Any) -> list[torch.Tensor]:
-        """Expect a backward from a forward pass's outputs; return those that require gradients."""
-        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        self._bucket_reducer.watch(tensors)
-        return tensors
+    def watch(self, outputs: Any) -> None:
+        """Expect a backward from a forward pass's outputs whose gradients are not to be reduced."""
+        if (memory := self._bucket_reducer.memory) is not None:
+            memory.watch(requiring_gradients(outputs))
 
     def _begin(self, unused: Sequence[int]) -> None:
         self._next = 0
         self.tracker.begin(unused)
         self.counters.backward_started = 0
 
-    def _backward_reached(self, unused: Sequence[int], _: torch.Tensor) -> None:
+    def _backward_reached(self, unused: Sequence[int], _: object) -> None:
         """Record that a backward has reached the outputs of a forward pass, as the hook on them."""
         queue_callback(self._backward_ended)
+        if self._memory is not None:
+            self._memory.serve()
         if not self.tracker.is_open:
             self._begin(unused)
         if not self.counters.backward_started:
@@ -350,7 +354,7 @@ class Reducer(TorchReducerNames):
             if is_last:
                 counters.backward_ended = _now()
             if self._find_unused:
-                self._mark_undefined(bucket)
+                tracker.mark_undefined(bucket.indices, self._store.take(bucket.parameters))
             unused = tracker.unused_slots(bucket.indices) if tracker.unused else ()
             if not (self._skip_unused and len(unused) == len(bucket.indices)):
                 try:
@@ -362,16 +366,13 @@ class Reducer(TorchReducerNames):
             if is_last and not counters.backward_started:
                 queue_callback(self._backward_ended)
 
-    def _mark_undefined(self, bucket: Bucket) -> None:
-        for index, gradient in zip(bucket.indices, self._store.take(bucket.parameters), strict=True):
-            if gradient is None and self.tracker.is_ready(index):
-                self.tracker.mark_undefined(index)
-
     # -- the end of a round
 
     def _backward_ended(self) -> None:
         """Finish the round at the end of a backward; if gradients are missing, leave it to another one."""
         tracker, counters = self.tracker, self.counters
+        if self._memory is not None:
+            self._memory.stop()
         if not tracker.is_open:
             return
         if tracker.static and tracker.is_counting:
@@ -424,8 +425,7 @@ class Reducer(TorchReducerNames):
 
     def _used_buckets(self) -> list[Bucket]:
         """Return the buckets with a parameter that was used."""
-        unused = self.tracker.unused_slots
-        return [each for each in self.buckets if len(unused(each.indices)) < len(each.indices)]
+        return [each for each in self.buckets if not self.tracker.is_unused(each.indices)]
 
     def _end_round(self) -> None:
         self._futures.clear()
