@@ -122,7 +122,7 @@ def in_place(count: int, *more: int, root: int = -1) -> Arguments:
 
 
 def of_list(count: int, first: int, operations: int, in_heap: Callable[[int], bool]) -> Arguments:
-    """Return the arguments of operations on a list of two tensors: ``first`` of ``count`` words, and the rest.
+    """Return the arguments of operations on two tensors, of ``first`` and all other of ``count`` words.
 
     The second lies in the heaps of some ranks.
     """
