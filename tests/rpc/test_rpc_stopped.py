@@ -10,6 +10,7 @@ import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.rpc.current import current_agent
+from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.pair import PairConnection
 
 SECONDS = 5.0  # of a call: enough to stop the workers before they are over
@@ -61,9 +62,9 @@ def test_time_in_which_the_process_was_stopped_does_not_count_for_calls() -> Non
 
 def test_a_worker_whose_connection_has_ended_is_not_gone_because_this_process_paused() -> None:
     """What it sent before may not have been read: whatever reads it has paused as well."""
-    peer = PairConnection.__new__(PairConnection)
-    peer.joined, peer.end_reason, peer.received_at = True, "", 0.0
-    peer._monitor, peer._ended, peer._last_check = None, 0.0, 0.1
+    peer = PairConnection(1, EndpointRecord("tcp://127.0.0.1:1", b""))
+    peer.wanted = peer.joined = True
+    peer._ended, peer._last_check = 0.0, 0.1
     peer.check(0.6, 60.0)
     assert not peer.end_reason
     peer.received_at = 0.6  # something has come
