@@ -264,12 +264,14 @@ def _leads_to(descriptor: int, path: Path) -> bool:
 
 _FIRST_ALL_REDUCE = """
 import sys, torch
+before = set(sys.modules)  # torch 2.10 imports pdb
 import torchestra as dist
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 tensor = torch.ones(3)
 dist.all_reduce(tensor)
-heavy = [name for name in sys.modules if name.split(".")[0] in ("numba", "pdb", "sympy", "pandas")]
-compilers = [name for name in sys.modules if name.startswith("torchestra.engine.native.compiler")]
+added = sys.modules.keys() - before
+heavy = [name for name in added if name.split(".")[0] in ("numba", "pdb", "sympy", "pandas")]
+compilers = [name for name in added if name.startswith("torchestra.engine.native.compiler")]
 print(heavy, compilers)
 """
 
