@@ -155,7 +155,7 @@ MUTATIONS = [
     # Buffers.
     Mutation(_BUFFERS + "buffer_of", "load(context + SEQUENCE) & 1", "0", "all_reduce in slots"),
     Mutation(_BUFFERS + "buffer_of", "chunk % 3", "chunk % 1", "all_gather in parts"),
-    Mutation(_BUFFERS + "eager_piece", "load(context + SEQUENCE) & WINDOW - 1", "0", "broadcast"),
+    Mutation(_BUFFERS + "eager_slot", "load(context + SEQUENCE) & WINDOW - 1", "0", "broadcast"),
     Mutation(_BUFFERS + "apart", "else 1", "else 2", "all_reduces and broadcasts in turn"),
     Mutation(
         _EARLY + "eager_broadcast",

@@ -128,6 +128,15 @@ def test_a_process_that_was_stopped_does_not_write_into_what_others_have_taken_b
         assert [world.wait(rank).result() for rank in (0, 2)] == [[0, 0, 0]] * 2
 
 
+def test_ranges_of_a_page_are_one_even_if_one_lies_in_another() -> None:
+    """Else the page's second copy would replace the first, or a part of a tensor would get none."""
+    page = at.LARGEST_PAGE
+    assert reclaiming._apart([(3 * page, 9), (0, page + 1), (page + 5, 7), (5, 8)]) == [
+        (0, page + 12),
+        (3 * page, 9),
+    ]
+
+
 # -- threads
 
 

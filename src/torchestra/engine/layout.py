@@ -11,8 +11,8 @@ each but the header and the channels rank by rank.
 Who may write what: only the rank itself writes its control block, splits, record, slots and buffers, but for
 the word of the control block that waiters count up and down (``WAITERS``); the abort word in the header is
 set once, by any rank; the agreement (membership/agreement.py) and the channels (p2p/ring.py) have rules of
-their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of tensors that all
-lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later than the rank is
+their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce in place
+(in_place.py), a peer writes into the tensors between step 1 and its own step 2, and no later than the rank is
 told that the operation has ended or failed (reclaiming.py); and what one worker has lent to another
 (rpc/shared_buffers.py) is the borrower's until it gives it back.
 
@@ -24,7 +24,8 @@ be something else already; but only after the group was aborted, so it sees that
 *Splits* hold how much a rank sends to and expects from each peer in an all_to_all, and where in its own
 memory it lies. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. *Eager
-slots* (WINDOW a rank) carry the pieces of ranks that do not wait for those who read them (eager.py). A
+slots* (WINDOW a rank) carry the pieces of ranks that do not wait for those who read them (eager.py), and
+tables of where the tensors of a list lie (in_place.py). A
 *record* holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations
 chunk by chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share
 (``dist.empty``); all heaps are mapped together, by each rank when it first needs them.

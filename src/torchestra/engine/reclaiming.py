@@ -136,8 +136,8 @@ def _apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
         if found and start // at.LARGEST_PAGE <= (sum(found[-1]) - 1) // at.LARGEST_PAGE:
-            first = found.pop()[0]
-            start, length = first, start + length - first
+            first, before = found.pop()
+            start, length = first, max(first + before, start + length) - first
         found.append((start, length))
     return found
 

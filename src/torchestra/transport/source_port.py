@@ -1,9 +1,10 @@
 """The ports that a rank connects from, by which others know it among strangers before it says anything.
 
 They follow from the rank's public key, which only those know who have read its endpoint record. The rank
-draws keys until the ports are free, and reserves them: no other program of its host gets one by chance. There
-are two, as the system does not let a rank connect twice from the same port to the same peer within a moment.
-An address translator may change the port: then the rank is a stranger until it has proved its key.
+draws keys until the ports are free, and reserves them: no other program of its host gets one by chance. (One
+that asks for just this port may listen there; then the rank connects from another, pair.py.) There are two,
+as the system does not let a rank connect twice from the same port to the same peer within a moment. An
+address translator may change the port: then the rank is a stranger until it has proved its key.
 """
 
 from __future__ import annotations

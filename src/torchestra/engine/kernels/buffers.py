@@ -65,12 +65,18 @@ def apart(longest):
 
 
 @kernel
+def eager_slot(context, owner):
+    """Return the address of the eager slot of ``owner`` for the current operation."""
+    number = owner * WINDOW + (load(context + SEQUENCE) & (WINDOW - 1))
+    return load(context + EAGER_SLOTS) + number * EAGER_SLOT_BYTES
+
+
+@kernel
 def eager_piece(context, owner, length):
     """Return where ``owner`` leaves a piece of up to EAGER_SLOT_BYTES, in an operation of eager.py."""
     if length <= PAYLOAD_BYTES:
         return current_line(context, owner) + PAYLOAD
-    number = owner * WINDOW + (load(context + SEQUENCE) & (WINDOW - 1))
-    return load(context + EAGER_SLOTS) + number * EAGER_SLOT_BYTES
+    return eager_slot(context, owner)
 
 
 @kernel

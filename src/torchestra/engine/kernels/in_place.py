@@ -19,7 +19,7 @@ and everybody waits for one step more (:func:`is_late`).
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of
+from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, eager_slot
 from torchestra.engine.kernels.iovec import copy_in, reduce_in
 from torchestra.engine.kernels.waiting import (
     current_line,
@@ -32,27 +32,20 @@ from torchestra.engine.kernels.waiting import (
 )
 from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
-RANK, SIZE, RESUME, POINTERS, SEQUENCE = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SEQUENCE
+RANK, SIZE, RESUME, POINTERS = at.RANK, at.SIZE, at.RESUME, at.POINTERS
 HEAPS, HEAP_BYTES, SHARED = at.HEAPS, at.HEAP_BYTES, at.SHARED
-NOT_SHARED, LISTED, WINDOW = at.NOT_SHARED, at.LISTED, at.WINDOW
-EAGER_SLOTS, EAGER_SLOT_BYTES, SLOT_BYTES = at.EAGER_SLOTS, at.EAGER_SLOT_BYTES, at.SLOT_BYTES
+NOT_SHARED, LISTED = at.NOT_SHARED, at.LISTED
+EAGER_SLOT_BYTES, SLOT_BYTES = at.EAGER_SLOT_BYTES, at.SLOT_BYTES
 DONE = at.DONE
 
 _CACHED_BLOCK = 1 << 16
-_MOST_OUTSIDE = 1 << 17
+_MOST_OUTSIDE = 1 << 17  # bytes of a list that do not lie in the heap, of which everybody reduces all
 
 
 @kernel
 def piece(peer, size, length):
     """Return where the piece of ``peer`` begins in ``length`` elements, in steps of 64 elements."""
     return min(length, (length + size * 64 - 1) // (size * 64) * 64 * peer)
-
-
-@kernel
-def _table(context, rank):
-    """Return the address of a rank's table of the current operation."""
-    number = rank * WINDOW + (load(context + SEQUENCE) & (WINDOW - 1))
-    return load(context + EAGER_SLOTS) + number * EAGER_SLOT_BYTES
 
 
 @kernel
@@ -65,7 +58,7 @@ def tell(context, parts, number, unit):
         return offset_in_heap(context, load(parts + 16))
     if 8 + 16 * number > EAGER_SLOT_BYTES:
         return NOT_SHARED
-    table = _table(context, load(context + RANK))
+    table = eager_slot(context, load(context + RANK))
     store(table, number)
     outside = 0
     for part in range(number):
@@ -90,11 +83,11 @@ def tell(context, parts, number, unit):
 @kernel
 def everyone_lists(context):
     """Return whether all ranks list the same tensors, each in all heaps or in none, after they have met."""
-    own = _table(context, load(context + RANK))
+    own = eager_slot(context, load(context + RANK))
     for rank in range(load(context + SIZE)):
         if load(current_line(context, rank) + SHARED) != LISTED:
             return False
-        other = _table(context, rank)
+        other = eager_slot(context, rank)
         number = load(own)
         if load(other) != number:
             return False
@@ -148,7 +141,7 @@ def _in_heap(context, rank, word):
     """Return the address of a rank's tensor whose offset its table has at ``word``; 0: of the only one."""
     if word == 0:
         return shared_tensor(context, rank)
-    return load(context + HEAPS) + rank * load(context + HEAP_BYTES) + load(_table(context, rank) + word)
+    return load(context + HEAPS) + rank * load(context + HEAP_BYTES) + load(eager_slot(context, rank) + word)
 
 
 @kernel
@@ -177,7 +170,7 @@ def _reduce_list(context, parts, number, unit, function):
     """Reduce the tensors in the heaps in place, all taken as one, and the others out of the slots."""
     pointers = load(context + POINTERS)
     offsets = 8 * (1 + number)
-    table = _table(context, load(context + RANK))
+    table = eager_slot(context, load(context + RANK))
     count = 0
     for part in range(number):
         if load(table + offsets + 8 * part) != NOT_SHARED:

@@ -300,7 +300,7 @@ class BlockPool:
     def missed(self) -> set[int]:
         """Return the lengths that torch has asked for, since the last time, while all such blocks were taken.
 
-        Of several pools that are served in turn the one that is asked first may know of all.
+        To be called when the pool was served: another pool's question may forget it.
         """
         return self._allocator.missed(self._entries) if self._allocator is not None else set()
 
